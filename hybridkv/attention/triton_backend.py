@@ -1,0 +1,60 @@
+"""Attention over the cache with the Triton paged kernel, for GPUs."""
+
+from dataclasses import dataclass
+
+from hybridkv_kernels.kv_write import write_kv
+from hybridkv_kernels.paged_attention import AttentionParams, PagedBatch, paged_attention
+
+from hybridkv._torch import torch
+from hybridkv.arena import KVLayout
+from hybridkv.attention.base import GroupBatch, LayerParams
+
+
+@dataclass(frozen=True)
+class PreparedPages:
+    """A group's pages for one step, in the kernel's own form."""
+
+    batch: GroupBatch
+    pages: PagedBatch
+    kv_layout: KVLayout
+
+    def attend(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor | None,
+        value: torch.Tensor | None,
+        caches: tuple[torch.Tensor, torch.Tensor],
+        params: LayerParams,
+    ) -> torch.Tensor:
+        """Write, then attend; shapes as in `PreparedAttention.attend`."""
+        batch = self.batch
+        if key is not None and value is not None:
+            write_kv(key, value, *caches, batch.slot_mapping, layout=self.kv_layout)
+        out = query.new_zeros(*query.shape[:2], caches[1].shape[-1])
+        kernel_params = AttentionParams(
+            scale=params.scale,
+            width=batch.block_table.shape[1],
+            max_query_len=max(1, batch.geometry.max_query_len),
+            window=batch.window,
+            chunk=batch.chunk,
+            softcap=params.softcap,
+            layout=self.kv_layout,
+        )
+        paged_attention(query, *caches, self.pages, kernel_params, out=out, sinks=params.sinks)
+        return out
+
+
+class TritonBackend:
+    """One launch writes, one attends; decode rows and prefill chunks share the batch."""
+
+    def __init__(self, kv_layout: KVLayout = "NHD") -> None:
+        self.kv_layout: KVLayout = kv_layout
+
+    def prepare(self, batch: GroupBatch) -> PreparedPages:
+        """Hand the group's device table to the kernel; nothing is computed."""
+        geometry = batch.geometry
+        return PreparedPages(
+            batch,
+            PagedBatch(batch.block_table, geometry.rows, geometry.query_start_loc, geometry.seq_lens),
+            self.kv_layout,
+        )

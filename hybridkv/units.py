@@ -1,0 +1,71 @@
+"""Identifiers, integer arithmetic, byte sizes."""
+
+import re
+from dataclasses import dataclass
+from typing import NewType
+
+from hybridkv.errors import SpecError
+
+GroupId = NewType("GroupId", int)
+RowId = NewType("RowId", int)
+BlockId = NewType("BlockId", int)
+Ordinal = NewType("Ordinal", int)
+SlotId = NewType("SlotId", int)
+
+INT32_MAX = 2**31 - 1
+_BYTE_UNITS = {"": 1, "b": 1} | {
+    f"{prefix}{suffix}": base**power
+    for power, prefix in enumerate("kmgt", start=1)
+    for suffix, base in (("ib", 1024), ("b", 1000))
+}
+
+
+def cdiv(a: int, b: int) -> int:
+    """Return `a / b` rounded up, for `a >= 0` and `b > 0`."""
+    return -(-a // b)
+
+
+def round_up(a: int, multiple: int) -> int:
+    """Return the smallest multiple of `multiple` that is at least `a`."""
+    return cdiv(a, multiple) * multiple
+
+
+@dataclass(frozen=True)
+class HalfOpenRange:
+    """The integers `start <= i < stop`; empty where `stop <= start`."""
+
+    start: int
+    stop: int
+
+    def __len__(self) -> int:
+        return max(0, self.stop - self.start)
+
+    def __contains__(self, value: int) -> bool:
+        return self.start <= value < self.stop
+
+
+def parse_bytes(text: str) -> int:
+    """Parse `"80GiB"`, `"512 MB"` or `"1073741824"` into bytes.
+
+    GiB is 2^30 bytes, GB is 10^9 bytes.
+
+    Raises: SpecError if the text is no positive byte size.
+    """
+    match = re.fullmatch(r"\s*([0-9]*\.?[0-9]+)\s*([a-zA-Z]*)\s*", text)
+    unit = match.group(2).lower() if match else None
+    if match is None or unit not in _BYTE_UNITS:
+        raise SpecError(f"byte size: got {text!r}, expected a number with a unit such as 512MiB, 80GiB or 40GB")
+    num_bytes = int(float(match.group(1)) * _BYTE_UNITS[unit])
+    if num_bytes <= 0:
+        raise SpecError(f"byte size: got {text!r}, expected more than 0 bytes")
+    return num_bytes
+
+
+def format_bytes(num_bytes: int) -> str:
+    """Return a size in binary units, such as `"1.50 GiB"`."""
+    value = float(num_bytes)
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(value) < 1024:
+            return f"{num_bytes} B" if unit == "B" else f"{value:.2f} {unit}"
+        value /= 1024
+    return f"{value:.2f} TiB"
