@@ -1,0 +1,141 @@
+"""What a caller asks for, what a running sequence remembers, what the caller gets."""
+
+from dataclasses import dataclass, field
+from enum import Enum
+from typing import Literal
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from hybridkv.errors import InvalidRequest
+from hybridkv.units import RowId
+
+FinishReason = Literal["stop", "length"]
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """How one sequence is decoded.
+
+    Attributes:
+        max_new_tokens: most tokens to generate, at least 1.
+        temperature: 0 is greedy; otherwise logits are divided by it.
+        top_k: keep the k most likely tokens; 0 keeps all.
+        top_p: keep the smallest set of tokens whose probabilities add up to at least this, 0 < top_p <= 1.
+        seed: of this sequence's own random stream; None takes an unpredictable one.
+        stop_token_ids: tokens that end the sequence; the token is kept in the output.
+        stop: texts that end the sequence; the text is cut before them.
+
+    Raises: InvalidRequest for a value out of range.
+    """
+
+    max_new_tokens: int = 64
+    temperature: float = 0.0
+    top_k: int = 0
+    top_p: float = 1.0
+    seed: int | None = None
+    stop_token_ids: frozenset[int] = frozenset()
+    stop: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Refuse values out of range."""
+        for name, valid, rule in (
+            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
+            ("temperature", 0 <= self.temperature < float("inf"), "a number of at least 0; 0 is greedy"),
+            ("top_k", self.top_k >= 0, "at least 0; 0 keeps every token"),
+            ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
+            ("stop", all(self.stop), "texts that are not empty"),
+        ):
+            if not valid:
+                raise InvalidRequest(f"{name}: got {getattr(self, name)!r}, expected {rule}")
+
+
+@dataclass(frozen=True)
+class Completion:
+    """The outcome of one request.
+
+    Attributes:
+        token_ids: the new tokens, a stop token included.
+        text: the completion, cut before a stop text; None without a tokenizer.
+        num_cached_tokens: prompt tokens whose cache was reused.
+        finish_reason: `"stop"` for a stop token or text, `"length"` at `max_new_tokens` or the model's length.
+    """
+
+    token_ids: list[int]
+    text: str | None
+    num_prompt_tokens: int
+    num_cached_tokens: int
+    finish_reason: FinishReason
+
+
+class Phase(Enum):
+    """Where a sequence is in its life."""
+
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"
+    FINISHED = "finished"
+
+
+@dataclass(eq=False)
+class Sequence:
+    """A request on its way through the scheduler.
+
+        | prompt tokens ............ | new tokens ... |
+        0                num_prompt_tokens        num_tokens
+        | in the cache ........ | to compute ........ |
+        0             num_computed_tokens         num_tokens
+
+    A preempted sequence starts over with `num_computed_tokens` 0 and keeps its new tokens.
+
+    Shapes: `tokens` [num_prompt_tokens + max_new_tokens] int64, the first `num_tokens` valid
+    """
+
+    request_idx: int
+    tokens: NDArray[np.int64]
+    num_prompt_tokens: int
+    params: SamplingParams
+    num_tokens: int
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0
+    row: RowId | None = None
+    phase: Phase = Phase.WAITING
+    finish_reason: FinishReason | None = None
+    pieces: list[str] = field(default_factory=list)
+
+    @classmethod
+    def create(cls, request_idx: int, prompt: ArrayLike, params: SamplingParams) -> "Sequence":
+        """Make a waiting sequence.
+
+        Raises: InvalidRequest if the prompt is not a flat list of at least one token id of at least 0.
+        """
+        ids = np.asarray(prompt)
+        if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0:
+            raise InvalidRequest(
+                f"prompt {request_idx}: got {ids.size} tokens of {ids.dtype}, expected a flat list of at "
+                "least one token id of at least 0"
+            )
+        tokens = np.zeros(ids.size + params.max_new_tokens, dtype=np.int64)
+        tokens[: ids.size] = ids
+        return cls(request_idx, tokens, ids.size, params, ids.size)
+
+    @property
+    def num_remaining_tokens(self) -> int:
+        """Known tokens that are not in the cache yet."""
+        return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def is_decoding(self) -> bool:
+        """Whether only the newest token is left to compute."""
+        return self.num_remaining_tokens == 1 and self.num_tokens > self.num_prompt_tokens
+
+    @property
+    def new_token_ids(self) -> list[int]:
+        """The tokens generated so far."""
+        ids: list[int] = self.tokens[self.num_prompt_tokens : self.num_tokens].tolist()
+        return ids
+
+    def append(self, token_id: int) -> None:
+        """Add a generated token."""
+        self.tokens[self.num_tokens] = token_id
+        self.num_tokens += 1
