@@ -1,0 +1,28 @@
+"""Kernel tests: interpreted on a CPU, compiled on a GPU."""
+
+from __future__ import annotations
+
+import os
+
+import pytest
+import torch
+
+# Triton chooses when it decorates: this line must run before any kernel module is imported.
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Return the device on which the kernels of this run work."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.fixture
+def checked_int32(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the interpreter raise where 32-bit arithmetic of a kernel overflows; compiled kernels run unchecked."""
+    if torch.cuda.is_available():
+        return
+    from triton.runtime.interpreter import InterpreterOptions, interpreter_builder
+
+    monkeypatch.setattr(interpreter_builder, "options", InterpreterOptions(debug=True))
