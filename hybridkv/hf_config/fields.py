@@ -1,0 +1,101 @@
+"""Typed access to the fields of one config, with errors a person can act on.
+
+A missing key, `null` and `0` are three different statements: a missing key means the default of the family's config
+class, `null` switches something off or asks for a derived value, `0` is a value like any other (mostly a wrong one).
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TypeGuard
+
+from hybridkv.errors import SpecError
+from hybridkv.spec_base import short_repr
+
+
+@dataclass(frozen=True)
+class ConfigFields:
+    """The fields of one JSON object.
+
+    `where` is the path that precedes a field's name in errors: `"config of 'x': text_config."`.
+    """
+
+    where: str
+    values: Mapping[str, object] = field(repr=False)
+
+    def has(self, name: str) -> bool:
+        """Return whether the key is present, `null` included."""
+        return name in self.values
+
+    def raw(self, name: str) -> object:
+        """Return the value as it stands, None for a missing key."""
+        return self.values.get(name)
+
+    def error(self, name: str, rule: str, fix: str) -> SpecError:
+        """Return the error that names the field, its value, the broken rule and the fix."""
+        got = short_repr(_json_words(self.values[name])) if name in self.values else "nothing"
+        return SpecError(f"{self.where}{name}: got {got}, {rule}; {fix}")
+
+    def integer(self, name: str, default: int, *, at_least: int = 1) -> int:
+        """Return an integer field, the default for a missing key; `null` is an error."""
+        value = self.values.get(name, default)
+        if not _is_integer(value) or value < at_least:
+            raise self.error(
+                name, f"must be an integer of at least {at_least}", f"correct it, or remove it for {default}"
+            )
+        return value
+
+    def optional_integer(self, name: str, default: int | None, *, null_means: str) -> int | None:
+        """Return an integer field of at least 1, None for `null`, the default for a missing key."""
+        value = self.values.get(name, default)
+        if value is None:
+            return None
+        if not _is_integer(value) or value < 1:
+            raise self.error(name, "must be an integer of at least 1", f"correct it, or use null for {null_means}")
+        return value
+
+    def flag(self, name: str, default: bool) -> bool:
+        """Return a true/false field, the default for a missing key."""
+        value = self.values.get(name, default)
+        if not isinstance(value, bool):
+            raise self.error(name, "must be true or false", f"correct it, or remove it for {str(default).lower()}")
+        return value
+
+    def text(self, name: str, default: str | None = None) -> str:
+        """Return a non-empty string field, the default (if there is one) for a missing key."""
+        value = self.values.get(name, default)
+        if not isinstance(value, str) or not value:
+            raise self.error(name, "must be a non-empty string", "add or correct it")
+        return value
+
+    def optional_list(self, name: str) -> list[object] | None:
+        """Return a list field, None for `null` or a missing key."""
+        value = self.values.get(name)
+        if value is None:
+            return None
+        if not isinstance(value, list | tuple):
+            raise self.error(name, "must be a list", "give one entry per layer, or remove it")
+        return list(value)
+
+    def child(self, name: str) -> "ConfigFields":
+        """Return the fields of a nested object."""
+        value = self.values.get(name)
+        if not isinstance(value, Mapping):
+            raise self.error(name, "must be an object", f"give the nested config under {name!r}")
+        return ConfigFields(f"{self.where}{name}.", value)
+
+
+def _is_integer(value: object) -> TypeGuard[int]:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _json_words(value: object) -> object:
+    if value is None or isinstance(value, bool):
+        return _Word({None: "null", True: "true", False: "false"}[value])
+    return value
+
+
+class _Word(str):
+    """A string whose repr has no quotes."""
+
+    __slots__ = ()
+    __repr__ = str.__str__
