@@ -86,7 +86,18 @@ class BlockPool:
         if self.slabs_needed(wanted) > self.num_free_slabs:
             short = self.shortfall(wanted)
             raise OutOfBlocks(_by_group(wanted), _by_group(short))
-        return [self._allocate_in(group, int(count)) for group, count in enumerate(wanted)]
+        lent: list[NDArray[np.int32]] = []
+        before = self.num_free_slabs, self.num_held.copy(), self.peak_held.copy(), self._num_slabs_of.copy()
+        try:
+            for group, count in enumerate(wanted.tolist()):
+                lent.append(self._allocate_in(group, count))
+        except BaseException:
+            self._take_back(lent)
+            # The slabs above the stack's old top are still in place: nothing was freed since.
+            self.slab_owner[self._free_slabs[self.num_free_slabs : before[0]]] = _NO_GROUP
+            self.num_free_slabs, self.num_held[:], self.peak_held[:], self._num_slabs_of[:] = before
+            raise
+        return lent
 
     def add_reference(self, group: int, block_ids: NDArray[np.int32]) -> None:
         """Count one more holder of each held block.
@@ -143,6 +154,11 @@ class BlockPool:
         free = np.sort(self._free_slabs[: self.num_free_slabs])
         if not np.array_equal(free, np.flatnonzero(self.slab_owner == _NO_GROUP)[1:]):
             raise InvariantError("the free slabs are not the slabs without owner")
+
+    def _take_back(self, lent: Sequence[NDArray[np.int32]]) -> None:
+        for group, ids in enumerate(lent):
+            self.ref_counts[group][ids] = 0
+            np.subtract.at(self._held_in_slab, ids // self.blocks_per_slab[group], 1)
 
     def _allocate_in(self, group: int, count: int) -> NDArray[np.int32]:
         if count == 0:

@@ -71,8 +71,8 @@ class BlockTable:
         """
         ids = self.check_ids(block_ids)
         self.check_fill(row, len(ids))
-        if first_block < 0:
-            raise ValueError(f"first_block: got {first_block}, expected at least 0")
+        if not 0 <= first_block <= INT32_MAX - len(ids):
+            raise ValueError(f"first_block: got {first_block}, expected 0..{INT32_MAX - len(ids)}")
         self.clear_row(row)
         self._set_live(row, first_block, ids)
 
@@ -106,8 +106,9 @@ class BlockTable:
 
     def row_block_ids(self, row: int) -> NDArray[np.int32]:
         """Return a copy of a row's live block ids, first ordinal first."""
+        row = self._check_row(row)
         ordinals = np.arange(self.first_block_per_row[row], self.num_blocks_per_row[row])
-        ids: NDArray[np.int32] = self.entries[self._check_row(row), ordinals % self.width]
+        ids: NDArray[np.int32] = self.entries[row, ordinals % self.width]
         return ids
 
     # Operations on many rows at once
@@ -197,6 +198,8 @@ class BlockTable:
         return flat
 
     def _mark(self, flat: NDArray[np.int64]) -> None:
+        if len(flat) == 0:
+            return
         self._dirty.append(flat)
         self._num_dirty += len(flat)
         if self._num_dirty > 2 * len(self.words):

@@ -232,6 +232,21 @@ class CacheManager:
         self._release(row)
         self.row_states[row] = RowState.FREE
 
+    def move_row(self, source: int, target: int) -> None:
+        """Move a sequence to a free row, as engines do that keep their rows dense; the source row is free afterwards.
+
+        Raises: ValueError if the source holds no sequence or the target holds one.
+        """
+        for name, row, wants_free in (("source", source, False), ("target", target, True)):
+            if not 0 <= row < len(self.row_states) or (self.row_states[row] == RowState.FREE) != wants_free:
+                raise ValueError(
+                    f"{name}: got row {row}, expected one {'without' if wants_free else 'with'} a sequence"
+                )
+        for table in self.tables:
+            table.move_row(source, target)
+        for values in (self.row_states, self.num_computed_tokens, self.capacity_tokens):
+            values[target], values[source] = values[source], 0
+
     def check(self) -> None:
         """Check that pool, tables and rows agree.
 

@@ -176,7 +176,10 @@ class MultiGroupBlockTable:
         return out
 
     def block_table(self, group_id: int) -> torch.Tensor:
-        """Return a group's committed table on the device, `[num_rows, width]` int32; ordinal j at column `j % width`."""
+        """Return a group's committed table on the device.
+
+        Shapes: [num_rows, width] int32, a view; ordinal j is in column `j % width`.
+        """
         table, base = self.tables[group_id], int(self._bases[group_id])
         entries = self._mirror[base : base + table.first_offset].view(table.num_rows, table.stride)
         return entries[:, : table.width]

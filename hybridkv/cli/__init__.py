@@ -1,0 +1,1 @@
+"""The command line: it imports torch only once a command needs it."""
