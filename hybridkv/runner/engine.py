@@ -104,13 +104,14 @@ class Engine:
         self.plan = plan_cache(spec, config.memory_bytes, limits, block_size=config.block_size)
         if backend is None:
             backend = TritonBackend() if self.device.type == "cuda" else TorchBackend()
-        arena = Arena(self.plan, device=self.device, layout=config.layout, kv_layout=backend.kv_layout)
+        self.arena = Arena(self.plan, device=self.device, layout=config.layout, kv_layout=backend.kv_layout)
         self.manager = CacheManager(self.plan)
         self.tables = MultiGroupBlockTable.from_plan(self.plan, device=self.device, tables=self.manager.tables)
-        self.model = AttentionModel(model, LayerCaches(self.plan, arena, backend))
+        self.model = AttentionModel(model, LayerCaches(self.plan, self.arena, backend))
         self.scheduler = Scheduler(self.manager, config.preempt_every)
         self.sampler = Sampler(self.device)
         self.tokenizer = tokenizer
+        self._vocab_size = model.get_input_embeddings().num_embeddings
         self._streams: dict[int, TextStream] = {}
         self._on_text: Callable[[int, str], None] | None = None
         self._num_steps = self._num_generated = 0
@@ -199,6 +200,10 @@ class Engine:
             raise InvalidRequest(
                 f"prompt {request_idx}: got {sequence.num_prompt_tokens} tokens, expected fewer than "
                 f"max_model_len={limit} so that at least one can follow"
+            )
+        if max(prompt) >= self._vocab_size:
+            raise InvalidRequest(
+                f"prompt {request_idx}: got token id {max(prompt)}, the vocabulary has {self._vocab_size} tokens"
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequest(f"stop: got {params.stop!r}, but the checkpoint has no tokenizer; use stop_token_ids")
