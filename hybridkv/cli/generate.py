@@ -10,7 +10,7 @@ from hybridkv._torch import torch
 from hybridkv.cli.output import RunResult, print_json, print_stats, print_text
 from hybridkv.cli.prompts import Prompt
 from hybridkv.cli.run import RunOptions
-from hybridkv.cli.terminal import progress_bar, quiet_libraries
+from hybridkv.cli.terminal import hidden_stderr, progress_bar, quiet_libraries
 from hybridkv.errors import InvalidRequest
 from hybridkv.hf_config import CacheOptions, model_spec_from_config, read_config
 from hybridkv.runner import Completion, Engine, EngineConfig, EngineStats, SamplingParams
@@ -41,8 +41,8 @@ def generate(options: RunOptions) -> int:
     with _clean_stdout() as out, quiet_libraries():
         device = _device(options.device)
         checkpoint, spec = _load(options, device)
-        requests = _requests(options, checkpoint)
         engine = Engine(checkpoint.model, spec, checkpoint.tokenizer, _engine_config(options, device))
+        requests = _requests(options, checkpoint, engine.plan.limits.max_model_len)
         streams = not options.json and len(requests) == 1
         completions = _generate(engine, requests, _writer(out) if streams else None)
         if streams:
@@ -84,7 +84,7 @@ def _device(name: str | None) -> torch.device:
 
 def _load(options: RunOptions, device: torch.device) -> tuple[Checkpoint, ModelSpec]:
     """Load the checkpoint; an unsupported one is refused before its weights are read."""
-    with progress_bar() as report:
+    with progress_bar() as report, hidden_stderr():
         path = resolve_checkpoint(options.model, options.cache_dir, report)
         config = read_config(path)
         dtype = options.dtype or ("float32" if device.type == "cpu" else checkpoint_dtype(config))
@@ -94,17 +94,13 @@ def _load(options: RunOptions, device: torch.device) -> tuple[Checkpoint, ModelS
         return load_checkpoint(path, dtype, device), spec
 
 
-def _requests(options: RunOptions, checkpoint: Checkpoint) -> list[Request]:
-    vocab_size = checkpoint.model.get_input_embeddings().num_embeddings
+def _requests(options: RunOptions, checkpoint: Checkpoint, max_model_len: int) -> list[Request]:
     requests = []
     for prompt_idx, prompt in enumerate(options.prompts):
         token_ids = _token_ids(prompt_idx, prompt, checkpoint.tokenizer)
-        if token_ids and max(token_ids) >= vocab_size:
-            raise InvalidRequest(
-                f"prompt {prompt_idx}: has token id {max(token_ids)}, expected ids below the vocabulary's {vocab_size}"
-            )
         params = SamplingParams(
-            max_new_tokens=prompt.max_new_tokens or options.max_new_tokens,
+            # No more than can follow, so that the progress bar knows its end.
+            max_new_tokens=min(prompt.max_new_tokens or options.max_new_tokens, max_model_len),
             temperature=options.temperature,
             top_k=options.top_k,
             top_p=options.top_p,

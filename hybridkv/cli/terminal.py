@@ -1,10 +1,11 @@
 """What the terminal sees: error lines, progress bars, exit codes of a command."""
 
+import io
 import os
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stderr
 
 from hybridkv.errors import CheckpointError, InvalidRequest, SpecError
 
@@ -61,9 +62,27 @@ def progress_bar() -> Iterator[Report]:
         TextColumn("{task.percentage:>3.0f}%"),
         TimeElapsedColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("Starting", total=1.0)
-        yield lambda description, fraction: bar.update(task, description=description, completed=fraction)
+    bar = Progress(*columns, console=Console(file=sys.stderr), transient=True)
+    task = bar.add_task("Starting", total=1.0)
+
+    def report(description: str, fraction: float) -> None:
+        bar.update(task, description=description, completed=fraction)
+        bar.start()  # not before the first report: until then other bars, such as a download's, may show
+
+    try:
+        yield report
+    finally:
+        bar.stop()
+
+
+@contextmanager
+def hidden_stderr() -> Iterator[None]:
+    """Keep what libraries print on stderr away, unless that is a terminal: some of their bars have no switch."""
+    if sys.stderr.isatty():
+        yield
+        return
+    with redirect_stderr(io.StringIO()):
+        yield
 
 
 @contextmanager

@@ -194,20 +194,13 @@ class Engine:
         )
 
     def _new_sequence(self, request_idx: int, prompt: Seq[int], params: SamplingParams) -> Sequence:
-        sequence = Sequence.create(request_idx, prompt, params)
-        limit = self.plan.limits.max_model_len
-        if sequence.num_prompt_tokens >= limit:
-            raise InvalidRequest(
-                f"prompt {request_idx}: got {sequence.num_prompt_tokens} tokens, expected fewer than "
-                f"max_model_len={limit} so that at least one can follow"
-            )
+        sequence = Sequence.create(request_idx, prompt, params, self.plan.limits.max_model_len)
         if max(prompt) >= self._vocab_size:
             raise InvalidRequest(
                 f"prompt {request_idx}: got token id {max(prompt)}, the vocabulary has {self._vocab_size} tokens"
             )
         if params.stop and self.tokenizer is None:
             raise InvalidRequest(f"stop: got {params.stop!r}, but the checkpoint has no tokenizer; use stop_token_ids")
-        sequence.tokens = sequence.tokens[:limit]
         self.manager.check_fits(len(sequence.tokens))
         return sequence
 

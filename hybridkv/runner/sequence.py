@@ -88,7 +88,7 @@ class Sequence:
 
     A preempted sequence starts over with `num_computed_tokens` 0 and keeps its new tokens.
 
-    Shapes: `tokens` [num_prompt_tokens + max_new_tokens] int64, the first `num_tokens` valid
+    Shapes: `tokens` [most tokens it can reach] int64, the first `num_tokens` valid
     """
 
     request_idx: int
@@ -104,10 +104,11 @@ class Sequence:
     pieces: list[str] = field(default_factory=list)
 
     @classmethod
-    def create(cls, request_idx: int, prompt: ArrayLike, params: SamplingParams) -> "Sequence":
-        """Make a waiting sequence.
+    def create(cls, request_idx: int, prompt: ArrayLike, params: SamplingParams, max_model_len: int) -> "Sequence":
+        """Make a waiting sequence that ends at `max_model_len` tokens at the latest.
 
-        Raises: InvalidRequest if the prompt is not a flat list of at least one token id of at least 0.
+        Raises: InvalidRequest if the prompt is not a flat list of at least one token id of at least 0, or leaves no
+            room for a token after it.
         """
         ids = np.asarray(prompt)
         if ids.ndim != 1 or ids.size == 0 or not np.issubdtype(ids.dtype, np.integer) or ids.min() < 0:
@@ -115,7 +116,12 @@ class Sequence:
                 f"prompt {request_idx}: got {ids.size} tokens of {ids.dtype}, expected a flat list of at "
                 "least one token id of at least 0"
             )
-        tokens = np.zeros(ids.size + params.max_new_tokens, dtype=np.int64)
+        if ids.size >= max_model_len:
+            raise InvalidRequest(
+                f"prompt {request_idx}: got {ids.size} tokens, expected fewer than max_model_len={max_model_len} so "
+                "that at least one can follow"
+            )
+        tokens = np.zeros(min(ids.size + params.max_new_tokens, max_model_len), dtype=np.int64)
         tokens[: ids.size] = ids
         return cls(request_idx, tokens, ids.size, params, ids.size)
 

@@ -68,7 +68,7 @@ def test_a_seed_decides_a_sampled_output_whatever_the_batch(engine):
 
 
 def _draw(logits, num_draws=400, **params):
-    sequence = Sequence.create(0, [1], SamplingParams(**params))
+    sequence = Sequence.create(0, [1], SamplingParams(**params), 10)
     sampler = Sampler(torch.device("cpu"))
     return [sampler.sample(torch.tensor([logits]), [sequence])[0] for _ in range(num_draws)]
 
@@ -201,9 +201,11 @@ def test_a_wrong_sampling_parameter_names_itself(values):
 
 
 def test_generation_ends_at_the_models_length(folder):
-    """A sequence that reaches max_model_len ends with reason length."""
+    """A sequence that reaches max_model_len ends with reason length, however many new tokens were asked for."""
     config = EngineConfig(2**22, block_size=4, max_num_batched_tokens=16, max_model_len=20)
-    completion = tiny_engine(folder, "float32", config)[1].generate([[1] * 15], SamplingParams(max_new_tokens=64))[0]
+    completion = tiny_engine(folder, "float32", config)[1].generate([[1] * 15], SamplingParams(max_new_tokens=10**15))[
+        0
+    ]
     assert (len(completion.token_ids), completion.finish_reason) == (5, "length")
     with pytest.raises(InvalidRequest, match="max_model_len"):
         tiny_engine(folder, "float32", EngineConfig(2**22, max_model_len=513))
