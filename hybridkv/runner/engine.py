@@ -66,7 +66,11 @@ class GroupStats:
 
 @dataclass(frozen=True)
 class EngineStats:
-    """Counters since the engine was made; seconds are wall time inside steps."""
+    """Counters since the engine was made.
+
+    `seconds` are wall time inside steps, `table_seconds` the part spent on the batch's geometry, the commit of the
+    tables, the slot mapping and the attention metadata.
+    """
 
     num_steps: int
     num_preemptions: int
@@ -158,17 +162,17 @@ class Engine:
         """Compute one batch and hand its new tokens to their sequences."""
         started = time.perf_counter()
         batch = self.scheduler.schedule()
-        geometry, input_ids, sampled = self._prepare(batch)
         tables_started = time.perf_counter()
+        geometry, input_ids, sampled = self._prepare(batch)
         self.tables.commit()
         slots = self.tables.map_slots(geometry)
-        group_batches = self._group_batches(geometry, slots)
-        self._table_seconds += time.perf_counter() - tables_started
-        logits_indices = torch.from_numpy(geometry.last_token_indices[sampled]).to(self.device)
-        logits = self.model.forward(input_ids, geometry.positions, group_batches, logits_indices)
+        attention = self.model.begin(self._group_batches(geometry, slots))
+        forward_started = time.perf_counter()
+        logits = self.model.forward(input_ids, geometry, attention, sampled)
         self.manager.commit(batch.rows, batch.num_scheduled_tokens)
         self._settle(batch, self.sampler.sample(logits, [batch.sequences[i] for i in sampled]), sampled)
         self._num_steps += 1
+        self._table_seconds += forward_started - tables_started
         self._seconds += time.perf_counter() - started
 
     @property

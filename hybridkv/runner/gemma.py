@@ -12,6 +12,7 @@ from transformers import AttentionInterface, PreTrainedModel
 from hybridkv._torch import torch
 from hybridkv.arena import Arena
 from hybridkv.attention import AttentionBackend, GroupBatch, LayerParams, PreparedAttention
+from hybridkv.batch import BatchGeometry
 from hybridkv.errors import UnsupportedModel
 from hybridkv.planner import CachePlan
 
@@ -147,27 +148,28 @@ class AttentionModel:
         self._model = model
         self._caches = caches
 
+    def begin(self, batches: Sequence[GroupBatch]) -> ForwardStep:
+        """Prepare every group's attention for one forward pass."""
+        return self._caches.begin(batches)
+
     @torch.inference_mode()
     def forward(
-        self,
-        input_ids: torch.Tensor,
-        positions: torch.Tensor,
-        batches: Sequence[GroupBatch],
-        logits_indices: torch.Tensor,
+        self, input_ids: torch.Tensor, geometry: BatchGeometry, step: ForwardStep, sampled: Sequence[int]
     ) -> torch.Tensor:
         """Run the packed batch; the cache holds its keys and values afterwards.
 
-        Shapes:
-            input_ids, positions [T] int64
-            logits_indices [n] int64, tokens whose logits are wanted
-            returns [n, vocab_size]
+        Args:
+            sampled: batch positions whose last token's logits are wanted.
+
+        Shapes: input_ids [T] int64; returns [len(sampled), vocab_size]
         """
+        last_tokens = torch.from_numpy(geometry.last_token_indices[list(sampled)]).to(input_ids.device)
         output = self._model(
             input_ids=input_ids[None],
-            position_ids=positions[None],
+            position_ids=geometry.positions[None],
             use_cache=False,
-            logits_to_keep=logits_indices,
-            **{_STEP_ARGUMENT: self._caches.begin(batches)},
+            logits_to_keep=last_tokens,
+            **{_STEP_ARGUMENT: step},
         )
         logits: torch.Tensor = output.logits[0]
         return logits
