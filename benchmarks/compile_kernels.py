@@ -19,11 +19,12 @@ from pathlib import Path
 
 import torch
 import triton
+from triton.backends.compiler import GPUTarget
+
 from hybridkv_kernels._triton import Launch, is_interpreted
 from hybridkv_kernels.kv_write import prepare_write_kv
 from hybridkv_kernels.paged_attention import AttentionParams, PagedBatch, prepare_paged_attention
 from hybridkv_kernels.slot_mapping import prepare_slot_mapping
-from triton.backends.compiler import GPUTarget
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
 TABLE_BEGIN, TABLE_END = "<!-- compile table: begin -->", "<!-- compile table: end -->"

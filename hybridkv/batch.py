@@ -13,10 +13,11 @@ from dataclasses import dataclass
 from typing import TypeVar
 
 import numpy as np
-from hybridkv_kernels.constants import PAD_SLOT_ID
 from numpy.typing import ArrayLike, NDArray
 
 from hybridkv._torch import torch
+from hybridkv.units import INT32_MAX
+from hybridkv_kernels.constants import PAD_SLOT_ID
 
 
 @dataclass(frozen=True)
@@ -62,7 +63,8 @@ class BatchGeometry:
         """Build the geometry of a step in which row `rows[i]` computes `num_scheduled_tokens[i]` tokens.
 
         Shapes: rows, num_scheduled_tokens, num_computed_tokens [num_reqs]
-        Raises: ValueError if the shapes differ, a row schedules less than one token or a padded size is too small.
+        Raises: ValueError if the shapes differ, a row schedules less than one token, a length passes int32 or a padded
+            size is too small.
         """
         row_ids = np.asarray(rows, dtype=np.int32)
         scheduled = np.asarray(num_scheduled_tokens, dtype=np.int64)
@@ -81,9 +83,14 @@ class BatchGeometry:
                 f"padded sizes: got {num_reqs_padded} rows and {num_tokens_padded} tokens for {num_reqs} rows "
                 f"and {num_tokens} tokens"
             )
+        seq_lens = computed + scheduled
+        if max(seq_lens.max(initial=0), num_tokens) > INT32_MAX:
+            raise ValueError(
+                f"lengths: got a row of {seq_lens.max()} tokens and a batch of {num_tokens} tokens, expected at most "
+                f"{INT32_MAX}: lengths on the device are int32"
+            )
         starts = np.concatenate([[0], scheduled.cumsum()])
         token_positions = np.repeat(computed - starts[:-1], scheduled) + np.arange(num_tokens)
-        seq_lens = computed + scheduled
         host = (
             _padded(row_ids, size_r, PAD_SLOT_ID, np.int32),
             _padded(starts, size_r + 1, num_tokens, np.int32),

@@ -14,11 +14,11 @@ The host array is the authority. Every operation records the words it changed; `
 """
 
 import numpy as np
-from hybridkv_kernels.constants import NULL_BLOCK_ID
 from numpy.typing import ArrayLike, NDArray
 
 from hybridkv.planner import SlotMappingMode
 from hybridkv.units import INT32_MAX, cdiv
+from hybridkv_kernels.constants import NULL_BLOCK_ID
 
 STRIDE_TOKENS = 128
 _STRIDE_WORDS = 4

@@ -84,6 +84,10 @@ class CacheManager:
         if len(self.tables) != len(plan.groups):
             raise ValueError(f"tables: got {len(self.tables)}, expected one for each of {len(plan.groups)} groups")
         num_rows, num_groups = plan.limits.max_num_seqs, len(plan.groups)
+        for group, table in zip(plan.groups, self.tables, strict=True):
+            got = table.num_rows, table.width, table.block_size, table.mode
+            if got != (num_rows, group.table_width, group.block_size, group.mode):
+                raise ValueError(f"tables: group {group.group.group_id} got one of another plan: {got}")
         self.row_states = np.zeros(num_rows, dtype=np.int8)
         self.num_computed_tokens = np.zeros(num_rows, dtype=np.int64)
         self.capacity_tokens = np.zeros(num_rows, dtype=np.int64)
@@ -145,10 +149,17 @@ class CacheManager:
 
         Rows are served in the order given; from the first row that does not fit on, none gets anything.
 
-        Shapes: rows [n] distinct running rows; num_new_tokens [n], at least 1 each
-        Raises: ValueError for rows or counts that are not of this form; nothing changes then.
+        Shapes: rows [n] distinct running rows; num_new_tokens [n], from 1 to the limits' `max_in_flight` each
+        Raises: ValueError for rows or counts that are not of this form, InvalidRequest for a row that would grow past
+            `max_model_len`; nothing changes then.
         """
         row_ids, num_new = self._check_rows(rows, num_new_tokens)
+        most = self.plan.limits.max_in_flight
+        if (num_new > most).any():
+            raise ValueError(
+                f"num_new_tokens: got {num_new.max()}, expected at most {most} a row; plan with a larger "
+                "max_num_batched_tokens"
+            )
         targets = self.num_computed_tokens[row_ids] + num_new
         if (targets > self.plan.limits.max_model_len).any():
             row = row_ids[targets.argmax()]
@@ -213,13 +224,16 @@ class CacheManager:
 
         The row is replaced: it computes all its tokens again. Unless the verdict is OK it stays preempted.
 
-        Raises: ValueError if the row is not preempted.
+        Raises: ValueError if the row is not preempted, and as `reserve`; the row stays preempted then.
         """
         self._check_state(row, RowState.PREEMPTED)
         self.row_states[row] = RowState.RUNNING
-        verdict = Verdict(self.reserve([row], [num_new_tokens]).verdicts[0])
-        if verdict is not Verdict.OK:
-            self.row_states[row] = RowState.PREEMPTED
+        verdict = Verdict.LATER
+        try:
+            verdict = Verdict(self.reserve([row], [num_new_tokens]).verdicts[0])
+        finally:
+            if verdict is not Verdict.OK:
+                self.row_states[row] = RowState.PREEMPTED
         return verdict
 
     def finish(self, row: int) -> None:

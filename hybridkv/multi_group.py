@@ -10,16 +10,17 @@ The mirror is one int32 buffer: the `words` of all groups' tables, one after ano
 from collections.abc import Mapping, Sequence
 
 import numpy as np
-from hybridkv_kernels.constants import PAD_SLOT_ID
-from hybridkv_kernels.slot_mapping import compute_slot_mapping, compute_slot_mapping_numpy
 from numpy.typing import ArrayLike, NDArray
 
+# Before the kernels, which need torch too: this import's error says what to install.
 from hybridkv._torch import torch
 from hybridkv.batch import BatchGeometry
 from hybridkv.block_table import BlockTable
 from hybridkv.manager import make_block_tables
 from hybridkv.planner import DEFAULT_BLOCK_SIZE, BatchLimits, CachePlan, SlotMappingMode, plan_cache
 from hybridkv.specs import ModelSpec
+from hybridkv_kernels.constants import PAD_SLOT_ID
+from hybridkv_kernels.slot_mapping import compute_slot_mapping, compute_slot_mapping_numpy
 
 
 class MultiGroupBlockTable:
@@ -160,12 +161,15 @@ class MultiGroupBlockTable:
         """Return the slot of every token in every group, from the committed tables.
 
         Shapes: returns [num_groups, num_tokens_padded] int64, a view of a persistent buffer; -1 for padding, for
-            tokens whose block is not live and for groups of states.
-        Raises: ValueError if the batch has more tokens than the tables were made for.
+            tokens whose block is not live and for groups of states or of cross attention.
+        Raises: ValueError if the batch has more tokens than the tables were made for or a row that they lack.
         """
         num_tokens = len(geometry.positions_cpu)
         if num_tokens > self._slots.shape[1]:
             raise ValueError(f"batch: got {num_tokens} tokens, the tables were made for {self._slots.shape[1]}")
+        highest_row = geometry.rows_cpu.max(initial=PAD_SLOT_ID)
+        if highest_row >= self.tables[0].num_rows:
+            raise ValueError(f"batch: got row {highest_row}, the tables have {self.tables[0].num_rows} rows")
         out = self._slots[:, :num_tokens]
         if self._mirror_cpu is not None:
             compute_slot_mapping_numpy(

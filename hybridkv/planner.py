@@ -13,7 +13,7 @@ lent: it holds block 0 of every group, the null block, always zero.
 from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import Enum
-from math import gcd, lcm
+from math import lcm
 
 from hybridkv.errors import SpecError
 from hybridkv.grouping import KVCacheGroup, TensorPlacement, group_layers
@@ -200,7 +200,8 @@ def _block_size_of(group: KVCacheGroup, block_size: int | Mapping[int, int]) -> 
 
 def _mode_of(group: KVCacheGroup) -> SlotMappingMode:
     match group.lifecycle.kind:
-        case "state":
+        case "state" | "cross_attention":
+            # The step's tokens are the decoder's: they have no slots among states or among a source's keys.
             return SlotMappingMode.NONE
         case "sliding_window" | "chunked_attention":
             return SlotMappingMode.SLIDING_WINDOW
@@ -216,7 +217,11 @@ def _blocks_per_slab(slab_bytes: int, payload_bytes: int) -> int:
 
 
 def _choose_slab_bytes(payloads: list[int]) -> int:
-    """Pick the smallest slab whose padding stays within the bound, or else the one that pads least."""
+    """Pick a slab that every block size divides, or else one of little padding.
+
+    If the common multiple is too large, candidates hold 1, 2, 3, ... of the largest blocks and are rounded up so that
+    each group's blocks divide them: the first within the bound is taken, or the one that pads least.
+    """
     exact = lcm(*payloads)
     if exact <= MAX_SLAB_BYTES:
         return exact
@@ -226,14 +231,13 @@ def _choose_slab_bytes(payloads: list[int]) -> int:
             f"block_size: a block of {format_bytes(largest)} passes the slab limit of "
             f"{format_bytes(MAX_SLAB_BYTES)}; use a smaller block_size"
         )
-    step = max(BLOCK_ALIGNMENT_BYTES, gcd(*payloads))
     best, best_padding = largest, 1.0
-    for slab_bytes in range(
-        round_up(largest, step), MAX_SLAB_BYTES + 1, max(step, MAX_SLAB_BYTES // 4096 // step * step)
-    ):
-        padding = max(1 - _blocks_per_slab(slab_bytes, p) * p / slab_bytes for p in payloads)
-        if padding < best_padding:
+    for num_largest in range(1, MAX_SLAB_BYTES // largest + 1):
+        counts = [num_largest * largest // payload for payload in payloads]
+        slab_bytes = round_up(num_largest * largest, BLOCK_ALIGNMENT_BYTES * lcm(*counts))
+        padding = max(1 - count * payload / slab_bytes for count, payload in zip(counts, payloads, strict=True))
+        if slab_bytes <= MAX_SLAB_BYTES and padding < best_padding:
             best, best_padding = slab_bytes, padding
-        if padding <= MAX_PADDING:
+        if best_padding <= MAX_PADDING:
             break
     return best

@@ -2,6 +2,7 @@
 
 import re
 from dataclasses import dataclass
+from decimal import Decimal
 from typing import NewType
 
 from hybridkv.errors import SpecError
@@ -55,7 +56,7 @@ def parse_bytes(text: str) -> int:
     unit = match.group(2).lower() if match else None
     if match is None or unit not in _BYTE_UNITS:
         raise SpecError(f"byte size: got {text!r}, expected a number with a unit such as 512MiB, 80GiB or 40GB")
-    num_bytes = int(float(match.group(1)) * _BYTE_UNITS[unit])
+    num_bytes = int(Decimal(match.group(1)) * _BYTE_UNITS[unit])
     if num_bytes <= 0:
         raise SpecError(f"byte size: got {text!r}, expected more than 0 bytes")
     return num_bytes

@@ -5,20 +5,21 @@ sinks ask for it). Rows that decode one token are batched, in buckets of similar
 half; rows that prefill are taken one by one. Query heads of one KV head are laid out as further query rows, so keys
 are never repeated.
 
-A gathered block may hold bytes that this sequence never wrote: the tail of its last block. They are zeroed in the copy,
-in K and in V, because a NaN times a zero weight is still NaN.
+A gathered block may hold bytes that no query of its tile sees: the tail of the last block, which this sequence never
+wrote, and the tokens of the first one that left the window. They are zeroed in the copy, in K and in V, because a NaN
+times a zero weight is still NaN.
 """
 
 from dataclasses import dataclass
 
 import numpy as np
-from hybridkv_kernels.constants import NULL_BLOCK_ID
-from hybridkv_kernels.kv_write import write_kv_torch
 from numpy.typing import NDArray
 
 from hybridkv._torch import torch
 from hybridkv.arena import KVLayout
 from hybridkv.attention.base import GroupBatch, LayerParams
+from hybridkv_kernels.constants import NULL_BLOCK_ID
+from hybridkv_kernels.kv_write import write_kv_torch
 
 
 @dataclass(frozen=True)
@@ -28,14 +29,14 @@ class _Tile:
     Shapes (N rows of Q queries, L gathered positions each):
         tokens     [N*Q] int64, or the slice of flat tokens
         block_ids  [N*L/block_size] int64
-        unwritten  [n] int64 into the N*L gathered positions, those past the row's last token
+        unseen     [n] int64 into the N*L gathered positions, those that no query of the row sees
         visible    [N, 1, Q, L] bool
     """
 
     num_rows: int
     tokens: torch.Tensor | slice
     block_ids: torch.Tensor
-    unwritten: torch.Tensor
+    unseen: torch.Tensor
     visible: torch.Tensor
 
 
@@ -72,7 +73,7 @@ class TorchBackend:
     kv_layout: KVLayout = "NHD"
 
     def prepare(self, batch: GroupBatch) -> PreparedTiles:
-        """Find the blocks, the mask and the unwritten positions of every tile."""
+        """Find the blocks, the mask and the unseen positions of every tile."""
         geometry = batch.geometry
         starts = geometry.query_start_loc_cpu[: geometry.num_reqs].astype(np.int64)
         query_lens = np.diff(geometry.query_start_loc_cpu[: geometry.num_reqs + 1])
@@ -108,21 +109,21 @@ def _make_tile(batch: GroupBatch, rows: NDArray[np.int64], tokens: torch.Tensor 
     )
     key_positions = (ordinals[:, :, None] * size + np.arange(size)).reshape(len(rows), 1, -1)  # [N, 1, L]
     visible = (key_positions >= first_visible[:, :, None]) & (key_positions <= positions[:, :, None])  # [N, Q, L]
-    unwritten = np.flatnonzero((key_positions[:, 0] >= end[:, None]).reshape(-1))
+    seen = (key_positions[:, 0] >= first_visible[:, :1]) & (key_positions[:, 0] < end[:, None])  # [N, L]
     return _Tile(
         num_rows=len(rows),
         tokens=tokens,
         block_ids=torch.from_numpy(block_ids.reshape(-1).astype(np.int64)).to(device),
-        unwritten=torch.from_numpy(unwritten).to(device),
+        unseen=torch.from_numpy(np.flatnonzero(~seen)).to(device),
         visible=torch.from_numpy(visible[:, None]).to(device),
     )
 
 
 def _gather(cache: torch.Tensor, tile: _Tile, dtype: torch.dtype) -> torch.Tensor:
-    """Return `[N, num_kv_heads, L, dim]` from a NHD cache, unwritten positions zeroed."""
+    """Return `[N, num_kv_heads, L, dim]` from a NHD cache, unseen positions zeroed."""
     pages = cache.index_select(0, tile.block_ids)  # [N * L / block_size, block_size, num_kv_heads, dim]
     flat = pages.view(-1, *pages.shape[2:])  # [N * L, num_kv_heads, dim]
-    flat.index_fill_(0, tile.unwritten, 0)
+    flat.index_fill_(0, tile.unseen, 0)
     return flat.view(tile.num_rows, -1, *flat.shape[1:]).transpose(1, 2).to(dtype)
 
 

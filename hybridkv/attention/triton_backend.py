@@ -2,12 +2,11 @@
 
 from dataclasses import dataclass
 
-from hybridkv_kernels.kv_write import write_kv
-from hybridkv_kernels.paged_attention import AttentionParams, PagedBatch, paged_attention
-
 from hybridkv._torch import torch
 from hybridkv.arena import KVLayout
 from hybridkv.attention.base import GroupBatch, LayerParams
+from hybridkv_kernels.kv_write import write_kv
+from hybridkv_kernels.paged_attention import AttentionParams, PagedBatch, paged_attention
 
 
 @dataclass(frozen=True)

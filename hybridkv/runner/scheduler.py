@@ -72,15 +72,18 @@ class Scheduler:
         sequence.phase = Phase.FINISHED
 
     def _reserve_running(self) -> ScheduledBatch:
-        """Reserve the running sequences' next tokens, preempting the youngest until the rest fits."""
-        while True:
+        """Reserve the running sequences' next tokens, preempting the youngest until the rest fits.
+
+        Even a sequence that runs alone may have to start over: blocks that others left scattered can cost it a slab. In
+        the empty pool it then fits, as was checked when it came.
+        """
+        while self.running:
             batch = self._next_chunks()
             verdicts = self.manager.reserve(batch.rows, batch.num_scheduled_tokens).verdicts
             if (verdicts == Verdict.OK).all():
                 return batch
-            if len(self.running) == 1:
-                raise InvariantError("a sequence that was admitted does not fit alone")
             self._preempt_youngest()
+        return ScheduledBatch([], [])
 
     def _next_chunks(self) -> ScheduledBatch:
         budget = self.manager.plan.limits.max_num_batched_tokens

@@ -118,6 +118,7 @@ def test_the_shortfall_serves_groups_in_order() -> None:
     assert pool.shortfall(np.array([3, 2])).tolist() == [0, 2]
     assert pool.shortfall(np.array([4, 0])).tolist() == [1, 0]
     assert pool.shortfall(np.array([0, 2])).tolist() == [0, 0]
+    assert pool.shortfall(np.array([1, 1])).tolist() == [0, 1]
 
 
 def test_allocating_nothing_changes_nothing() -> None:
@@ -217,14 +218,22 @@ def test_the_kth_groups_failure_leaves_everything_as_it_was(
             raise MemoryError
         return allocate_in(group, count)
 
-    with monkeypatch.context() as patched, pytest.raises(MemoryError):
+    with monkeypatch.context() as patched:
         patched.setattr(pool, "_allocate_in", failing)
-        pool.allocate(wanted)
+        with pytest.raises(MemoryError):
+            pool.allocate(wanted)
     assert num_calls == kth + 1
     assert snapshot(pool) == before
     pool.check()
     assert [len(block_ids) for block_ids in pool.allocate(wanted)] == list(wanted)
     pool.check()
+
+
+def keep_an_empty_slab(pool: BlockPool) -> None:
+    """Give the last free slab to group 1 without a block of it held."""
+    pool.slab_owner[3] = 1
+    pool._num_slabs_of[1] += 1
+    pool.num_free_slabs -= 1
 
 
 CORRUPTIONS: list[Callable[[BlockPool], object]] = [
@@ -239,6 +248,7 @@ CORRUPTIONS: list[Callable[[BlockPool], object]] = [
     lambda pool: pool.slab_owner.__setitem__(3, 1),
     lambda pool: pool._free_slabs.__setitem__(0, 1),
     lambda pool: setattr(pool, "num_free_slabs", 0),
+    keep_an_empty_slab,
 ]
 
 

@@ -267,7 +267,7 @@ class TableMachine(RuleBasedStateMachine):
     def append_many(self, rows: list[int], counts: list[int]) -> None:
         rows = rows[: len(counts)]
         ids = [self.ids(count) for count in counts]
-        args = i64(*rows), i64(*counts), i32(*sum(ids, []))
+        args = i64(*rows), i64(*counts), i32(*(block_id for new in ids for block_id in new))
         if any(len(self.model[row][1]) + count > self.width for row, count in zip(rows, counts, strict=True)):
             with pytest.raises(ValueError, match="would hold"):
                 self.table.append_rows(*args)

@@ -108,6 +108,29 @@ def test_an_lcm_beyond_64_mib_falls_back_to_little_padding() -> None:
     assert max(group.padding_fraction for group in plan.groups) <= 0.005
 
 
+@pytest.mark.parametrize(
+    ("payloads", "per_slab", "most_padding"),
+    [
+        ((24_577, 16_384), [2, 3], 0.001),
+        ((7919, 7907), [1, 1], 0.002),
+        ((8209, 7963), [33, 34], 0.005),
+        ((16_292, 11_864), [19, 26], 0.005),
+        ((1611, 1806, 1713), [28, 25, 26], 0.022),
+        ((1612, 286, 1977), [39, 221, 32], 0.013),
+        ((4001, 6007, 9001), [96, 64, 43], 0.02),
+    ],
+)
+def test_a_slab_holds_several_blocks_where_that_pads_less(
+    payloads: tuple[int, ...], per_slab: list[int], most_padding: float
+) -> None:
+    """The smallest number of blocks that wastes little is taken: 2 of 24577 units beside 3 of 16384, and so on."""
+    caches = [kv_cache(SlidingWindow(window=8 + idx), 1, units * 16) for idx, units in enumerate(payloads)]
+    plan = plan_cache(model(*caches), 2**30, SERVING, block_size=1)
+    check_bytes(plan, 2**30)
+    assert [group.blocks_per_slab for group in plan.groups] == per_slab
+    assert max(group.padding_fraction for group in plan.groups) <= most_padding
+
+
 def test_an_lcm_that_cannot_be_padded_well_still_gives_a_slab_within_64_mib() -> None:
     """Two blocks of 34 and 33 MiB leave no slab that wastes little: the one that wastes least is the larger block."""
     spec = model(kv_cache(SlidingWindow(window=8), 1, 34 * MIB // 8), kv_cache(FULL, 1, 33 * MIB // 8))
@@ -164,7 +187,7 @@ def test_too_little_memory_says_how_much_is_needed() -> None:
 
 @pytest.mark.parametrize("block_size", [0, -16, True, 16.0, "16", None, {0: 16}, {0: 16, 1: 0}])
 def test_bad_block_sizes_are_refused(block_size: object) -> None:
-    """A block size that is no positive integer, or is missing for a group, raises a `SpecError` that names the group."""
+    """A block size that is no positive integer, or is missing, raises a `SpecError` that names the group."""
     with pytest.raises(SpecError, match=r"block_size: got .* for group [01], expected at least 1"):
         plan_cache(gemma_like(), MIB, SERVING, block_size=block_size)  # type: ignore[arg-type]
 
@@ -204,7 +227,7 @@ def test_least_limits() -> None:
 
 
 def fits(plan: CachePlan, num_tokens: int) -> bool:
-    """Run one sequence of `num_tokens` tokens through the real pool: every length, then the largest step it may take."""
+    """Run one sequence of `num_tokens` tokens through the real pool: at every length, the largest step it may take."""
     manager = CacheManager(plan)
     row = manager.admit(1)
     for computed in range(num_tokens):

@@ -117,7 +117,7 @@ def test_max_live_blocks_is_never_exceeded(
 
 @given(window=st.integers(1, 30), block_size=st.integers(2, 9), in_flight=st.integers(1, 20))
 def test_max_live_blocks_of_a_window_is_reached(window: int, block_size: int, in_flight: int) -> None:
-    """Some schedule fills the bound `cdiv(W - 1 + n, B) + 1`, or all but one block where W - 1 + n is 1 over a block."""
+    """Some schedule fills `cdiv(W - 1 + n, B) + 1` blocks, or all but one where W - 1 + n is one over a block."""
     bound = max_live_blocks(SlidingWindow(window=window), block_size, 400, in_flight)
     assert bound == -(-(window - 1 + in_flight) // block_size) + 1
     one_over = (window - 1 + in_flight) % block_size == 1

@@ -8,6 +8,7 @@ from typing import Literal
 
 import pytest
 import torch
+
 from hybridkv_kernels.kv_write import (
     _fixed_shape_targets,
     _write_fixed_shape,

@@ -7,6 +7,7 @@ from typing import Literal
 
 import pytest
 import torch
+
 from hybridkv_kernels.paged_attention import (
     AttentionParams,
     PagedBatch,

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+
 from hybridkv_kernels.paged_attention import AttentionParams, PagedBatch, check_paged_attention, paged_attention
 
 PARAMS = AttentionParams(scale=1.0, width=4, max_query_len=2)

@@ -8,14 +8,15 @@ from dataclasses import dataclass, replace
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
 from hybridkv_kernels.slot_mapping import (
     check_slot_mapping,
     compute_slot_mapping,
     compute_slot_mapping_numpy,
     compute_slot_mapping_reference,
 )
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 POISON = 12345
 
