@@ -4,7 +4,8 @@
 
 Every round runs each system once on the same prompts, in float32, 8 prompts, 64 new tokens each, end tokens ignored; a
 ratio is the median over rounds of (peer's seconds / our seconds) of the same round. Loads: `equal` (8 x 128 tokens) and
-`mixed` (64 to 2,048 tokens). `generate` gets the prompts left-padded in one batch, as it wants them.
+`mixed` (64 to 2,048 tokens). `generate` gets the prompts left-padded in one batch, as it wants them; our steps take up
+to 2,048 tokens, so that the equal load is prefilled in one forward pass on both sides.
 
 `--check` exits 1 if a target is missed, a peer cannot be set up, or our tokens differ from Hugging Face's one-prompt
 greedy output by more than ties.
@@ -188,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--peers", nargs="+", choices=["generate", "generate_batch"], default=["generate", "generate_batch"]
     )
-    parser.add_argument("--max-batched-tokens", type=int, default=512)
+    parser.add_argument("--max-batched-tokens", type=int, default=2048, help="of one of our steps; peers have no limit")
     parser.add_argument("--cache-dir", type=Path, default=default_cache_dir())
     parser.add_argument("--json", action="store_true", help="print one JSON list of rows in place of the table")
     parser.add_argument("--check", action="store_true", help="exit 1 where a target is missed")

@@ -14,7 +14,8 @@ from hybridkv.errors import (
     UnsupportedModel,
 )
 from hybridkv.grouping import KVCacheGroup, group_layers
-from hybridkv.manager import CacheManager, Verdict
+from hybridkv.hf_config import model_spec_from_config
+from hybridkv.manager import CacheManager, Reservation, RowState, Verdict
 from hybridkv.planner import BatchLimits, CachePlan, GroupPlan, SlotMappingMode, plan_cache
 from hybridkv.specs import (
     CacheTensor,
@@ -26,6 +27,7 @@ from hybridkv.specs import (
     ModelSpec,
     SlidingWindow,
     State,
+    known_models,
 )
 
 __version__ = "0.1.0"
@@ -52,6 +54,8 @@ __all__ = [
     "NeverFits",
     "OutOfBlocks",
     "OutOfRows",
+    "Reservation",
+    "RowState",
     "SlidingWindow",
     "SlotMappingMode",
     "SpecError",
@@ -59,5 +63,7 @@ __all__ = [
     "UnsupportedModel",
     "Verdict",
     "group_layers",
+    "known_models",
+    "model_spec_from_config",
     "plan_cache",
 ]

@@ -12,7 +12,7 @@ Two layouts serve the same block ids and slots:
 from math import prod
 from typing import Literal
 
-from hybridkv._torch import torch
+from hybridkv._torch import allocate_zeros, torch
 from hybridkv.grouping import TensorPlacement
 from hybridkv.planner import CachePlan, GroupPlan
 from hybridkv.specs import DTYPE_BYTES
@@ -25,7 +25,8 @@ class Arena:
     """Zeroed memory of a plan and the views that kernels use.
 
     Per-token tensors are `[num_blocks, block_size, *shape]` (NHD), or `[num_blocks, heads, block_size, dim]` (HND, for
-    tensors of two dimensions); per-sequence tensors are `[num_blocks, *shape]`. Block 0 is the null block: it is zero
+    tensors of two dimensions), with one entry for every `tokens_per_entry` tokens of a compressed tensor; per-sequence
+    tensors are `[num_blocks, *shape]`. Block 0 is the null block: it is zero
     and must stay so.
     """
 
@@ -43,7 +44,7 @@ class Arena:
         self.device = torch.device(device)
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
         if layout == "slab":
-            self._bytes = torch.zeros(plan.arena_bytes, dtype=torch.uint8, device=self.device)
+            self._bytes = allocate_zeros("arena", (plan.arena_bytes,), torch.uint8, self.device)
         for group in plan.groups:
             for placement in group.tensors:
                 key = (placement.layer, placement.cache_idx, placement.name)
@@ -71,7 +72,7 @@ class Arena:
             inner = (placement.num_entries, *entry)
         dtype = getattr(torch, placement.dtype)
         if self.layout == "contiguous":
-            return torch.zeros((group.num_blocks, *inner), dtype=dtype, device=self.device)
+            return allocate_zeros("arena", (group.num_blocks, *inner), dtype, self.device)
         element_bytes = DTYPE_BYTES[placement.dtype]
         inner_strides = tuple(prod(inner[i + 1 :]) for i in range(len(inner)))
         return self._bytes.view(dtype).as_strided(

@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hybridkv._torch import torch
-from hybridkv.units import INT32_MAX
+from hybridkv.units import INT32_MAX, int_array
 from hybridkv_kernels.constants import PAD_SLOT_ID
 
 
@@ -66,16 +66,18 @@ class BatchGeometry:
         Raises: ValueError if the shapes differ, a row schedules less than one token, a length passes int32 or a padded
             size is too small.
         """
-        row_ids = np.asarray(rows, dtype=np.int32)
-        scheduled = np.asarray(num_scheduled_tokens, dtype=np.int64)
-        computed = np.asarray(num_computed_tokens, dtype=np.int64)
-        if row_ids.ndim != 1 or not row_ids.shape == scheduled.shape == computed.shape:
+        row_ids = int_array("rows", rows)
+        scheduled = int_array("num_scheduled_tokens", num_scheduled_tokens)
+        computed = int_array("num_computed_tokens", num_computed_tokens)
+        if not row_ids.shape == scheduled.shape == computed.shape:
             raise ValueError(
                 f"rows, scheduled and computed tokens: got shapes {row_ids.shape}, {scheduled.shape} and "
                 f"{computed.shape}, expected equal, flat ones"
             )
         if (scheduled < 1).any() or (computed < 0).any() or (row_ids < 0).any():
             raise ValueError("got a negative row or length or a row without tokens, expected at least one token a row")
+        if row_ids.max(initial=0) > INT32_MAX or np.unique(row_ids).size != row_ids.size:
+            raise ValueError(f"rows: got {row_ids.tolist()}, expected distinct rows that fit int32")
         num_reqs, num_tokens = len(row_ids), int(scheduled.sum())
         size_r, size_t = max(num_reqs_padded, num_reqs), max(num_tokens_padded, num_tokens)
         if 0 < num_reqs_padded < num_reqs or 0 < num_tokens_padded < num_tokens:
@@ -99,18 +101,14 @@ class BatchGeometry:
             _padded(np.repeat(row_ids, scheduled), size_t, PAD_SLOT_ID, np.int32),
             _padded(token_positions, size_t, 0, np.int64),
         )
-        on_device = [torch.from_numpy(array).to(device, non_blocking=True) for array in host]
+        on_device = [torch.from_numpy(host[i]).to(device, non_blocking=True) for i in (0, 1, 2, 4, 5)]
         return cls(
             num_reqs,
             num_tokens,
             int(scheduled.max(initial=0)),
             int(seq_lens.max(initial=0)),
             *host,
-            on_device[0],
-            on_device[1],
-            on_device[2],
-            on_device[4],
-            on_device[5],
+            *on_device,
         )
 
     @property

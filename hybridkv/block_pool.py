@@ -64,15 +64,7 @@ class BlockPool:
 
         Shapes: num_blocks and result [num_groups, ...]
         """
-        short = np.zeros_like(num_blocks)
-        slabs_left = np.full(num_blocks.shape[1:], self.num_free_slabs, dtype=np.int64)
-        own = self.num_free_in_own_slabs()
-        for group in range(self.num_groups):
-            missing = np.maximum(num_blocks[group] - own[group], 0)
-            taken = np.minimum(-(-missing // self.blocks_per_slab[group]), slabs_left)
-            short[group] = np.maximum(missing - taken * self.blocks_per_slab[group], 0)
-            slabs_left = slabs_left - taken
-        return short
+        return slab_shortfall(num_blocks, self.num_free_in_own_slabs(), self.blocks_per_slab, self.num_free_slabs)
 
     def allocate(self, num_blocks: Sequence[int] | NDArray[np.int64]) -> list[NDArray[np.int32]]:
         """Lend blocks of every group at once, each with one reference.
@@ -198,6 +190,23 @@ class BlockPool:
             inside = (block_ids >= 0) & (block_ids < len(counts))
             held = inside & (counts[np.where(inside, block_ids, 0)] > 0)
             raise InvariantError(f"group {group} block {block_ids[~held][0]} is not held by anyone")
+
+
+def slab_shortfall(
+    num_blocks: NDArray[np.int64], num_free: NDArray[np.int64], blocks_per_slab: NDArray[np.int64], num_slabs: int
+) -> NDArray[np.int64]:
+    """Return the blocks missing when groups take their free blocks, then slabs, in order.
+
+    Shapes: num_blocks and result [num_groups, ...]; num_free, blocks_per_slab [num_groups]
+    """
+    short = np.zeros_like(num_blocks)
+    slabs_left = np.full(num_blocks.shape[1:], num_slabs, dtype=np.int64)
+    for group, per_slab in enumerate(blocks_per_slab):
+        missing = np.maximum(num_blocks[group] - num_free[group], 0)
+        taken = np.minimum(-(-missing // per_slab), slabs_left)
+        short[group] = np.maximum(missing - taken * per_slab, 0)
+        slabs_left = slabs_left - taken
+    return short
 
 
 def _by_group(counts: NDArray[np.int64]) -> Mapping[int, int]:

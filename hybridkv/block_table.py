@@ -127,8 +127,8 @@ class BlockTable:
         flat = self._flat_columns(rows, self.num_blocks_per_row[rows].astype(np.int64), counts)
         self.words[flat] = block_ids
         self.num_blocks_per_row[rows] += counts.astype(np.int32)
-        self._mark(flat)
-        self._mark(self.count_offset + rows[counts > 0])
+        self.mark_dirty(flat)
+        self.mark_dirty(self.count_offset + rows[counts > 0])
 
     def drop_rows_head(self, rows: NDArray[np.int64], first_blocks: NDArray[np.int64]) -> NDArray[np.int32]:
         """Forget in each row the ordinals below `first_blocks[i]`; return the ids, row by row.
@@ -151,8 +151,8 @@ class BlockTable:
         ids = self.words[flat]
         self.words[flat] = NULL_BLOCK_ID
         self.first_block_per_row[rows[changed]] = first_blocks[changed]
-        self._mark(flat)
-        self._mark(self.first_offset + rows[changed])
+        self.mark_dirty(flat)
+        self.mark_dirty(self.first_offset + rows[changed])
         return ids
 
     def clear_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
@@ -164,7 +164,7 @@ class BlockTable:
         self.first_block_per_row[rows] = 0
         self.num_blocks_per_row[rows] = 0
         for changed in (flat, self.first_offset + rows, self.count_offset + rows):
-            self._mark(changed)
+            self.mark_dirty(changed)
         return ids
 
     def take_dirty(self) -> NDArray[np.int64]:
@@ -184,8 +184,8 @@ class BlockTable:
     def _set_live(self, row: int, first_block: int, ids: NDArray[np.int32]) -> None:
         rows = np.array([row])
         self.first_block_per_row[row] = self.num_blocks_per_row[row] = first_block
-        self._mark(self.first_offset + rows)
-        self._mark(self.count_offset + rows)
+        self.mark_dirty(self.first_offset + rows)
+        self.mark_dirty(self.count_offset + rows)
         self.append_rows(rows, np.array([len(ids)]), ids)
 
     def _flat_columns(
@@ -197,7 +197,8 @@ class BlockTable:
         flat: NDArray[np.int64] = np.repeat(rows.astype(np.int64) * self.stride, counts) + ordinals % self.width
         return flat
 
-    def _mark(self, flat: NDArray[np.int64]) -> None:
+    def mark_dirty(self, flat: NDArray[np.int64]) -> None:
+        """Record that the words at these indices changed."""
         if len(flat) == 0:
             return
         self._dirty.append(flat)
@@ -215,6 +216,12 @@ class BlockTable:
         """Raise ValueError if a row cannot take `count` more blocks."""
         rows = np.array([self._check_row(row)])
         self._check_width(rows, self.num_blocks_per_row[rows] - self.first_block_per_row[rows] + count)
+
+    def check_drop(self, row: int, first_block: int) -> None:
+        """Raise ValueError if a row has no ordinal `first_block` and none before it to drop."""
+        count = self.num_blocks_per_row[self._check_row(row)]
+        if not 0 <= first_block <= count:
+            raise ValueError(f"first_block: got {first_block} for row {row}, which has {count} ordinals")
 
     def check_fill(self, row: int, count: int) -> None:
         """Raise ValueError if a row cannot hold `count` blocks."""

@@ -6,7 +6,7 @@
     preempt -> resume   all blocks given up, the row kept; resume starts the row over
     finish              row and blocks are free again
 
-Three lengths a row: `num_computed_tokens <= capacity_tokens`, the tokens in the cache and the tokens blocks are
+Two lengths a row: `num_computed_tokens <= capacity_tokens`, the tokens in the cache and the tokens blocks are
 reserved for. State is arrays over rows; a verb over R rows is a few array operations a group. A verb that fails
 leaves everything as it was.
 """
@@ -18,12 +18,12 @@ from enum import IntEnum
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridkv.block_pool import BlockPool
+from hybridkv.block_pool import BlockPool, slab_shortfall
 from hybridkv.block_table import BlockTable
 from hybridkv.errors import InvalidRequest, InvariantError, NeverFits, OutOfRows
 from hybridkv.planner import CachePlan, GroupPlan
 from hybridkv.retention import end_ordinal, first_needed_token, frees_blocks
-from hybridkv.units import RowId, cdiv, format_bytes
+from hybridkv.units import RowId, format_bytes, int_array
 
 
 class RowState(IntEnum):
@@ -136,7 +136,9 @@ class CacheManager:
             longest = self.plan.longest_sequence()
             in_flight = self.plan.limits.max_in_flight
             blocks = np.array([group.max_blocks(num_tokens, in_flight) for group in self.plan.groups])
-            short = _shortfall_alone(self.plan, blocks)
+            no_slabs = np.zeros_like(blocks)
+            missing = slab_shortfall(blocks, no_slabs, self.pool.blocks_per_slab, self.plan.num_usable_slabs)
+            short = {group: int(count) for group, count in enumerate(missing) if count}
             raise NeverFits(
                 f"memory: a sequence of {num_tokens} tokens needs {format_bytes((needed + 1) * self.plan.slab_bytes)}, "
                 f"the arena has {format_bytes(self.plan.arena_bytes)} (short of {short} blocks by group); "
@@ -307,9 +309,8 @@ class CacheManager:
         self.capacity_tokens[row] = 0
 
     def _check_rows(self, rows: ArrayLike, counts: ArrayLike) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-        row_ids = np.asarray(rows, dtype=np.int64)
-        num_new = np.asarray(counts, dtype=np.int64)
-        if row_ids.ndim != 1 or row_ids.shape != num_new.shape:
+        row_ids, num_new = int_array("rows", rows), int_array("num_new_tokens", counts)
+        if row_ids.shape != num_new.shape:
             raise ValueError(
                 f"rows and counts: got shapes {row_ids.shape} and {num_new.shape}, expected equal, flat ones"
             )
@@ -329,15 +330,3 @@ class CacheManager:
             raise ValueError(f"row: got {row}, expected 0..{len(self.row_states) - 1}")
         if self.row_states[row] != expected:
             raise ValueError(f"row {row} is {RowState(self.row_states[row]).name}, expected {expected.name}")
-
-
-def _shortfall_alone(plan: CachePlan, blocks: NDArray[np.int64]) -> dict[int, int]:
-    """Blocks missing by group if one sequence had every slab, groups served in order."""
-    short: dict[int, int] = {}
-    slabs_left = plan.num_usable_slabs
-    for group, wanted in zip(plan.groups, blocks.tolist(), strict=True):
-        taken = min(cdiv(wanted, group.blocks_per_slab), slabs_left)
-        slabs_left -= taken
-        if wanted > taken * group.blocks_per_slab:
-            short[group.group.group_id] = wanted - taken * group.blocks_per_slab
-    return short

@@ -13,7 +13,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 # Before the kernels, which need torch too: this import's error says what to install.
-from hybridkv._torch import torch
+from hybridkv._torch import allocate_zeros, torch
 from hybridkv.batch import BatchGeometry
 from hybridkv.block_table import BlockTable
 from hybridkv.manager import make_block_tables
@@ -26,7 +26,8 @@ from hybridkv_kernels.slot_mapping import compute_slot_mapping, compute_slot_map
 class MultiGroupBlockTable:
     """The block tables of all groups of a model.
 
-    Row operations take one list of block ids per group and are atomic: if one group refuses, none changes.
+    Row operations take one list of block ids per group and are atomic: if one group refuses, none changes. The rows of
+    tables that a `CacheManager` made are changed by the manager's verbs only, which count their blocks.
 
     Attributes:
         tables: one `BlockTable` per group, in group order.
@@ -45,7 +46,7 @@ class MultiGroupBlockTable:
         self.num_words_committed = 0
         sizes = [len(table.words) for table in self.tables]
         self._bases = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self._mirror = torch.zeros(int(self._bases[-1]), dtype=torch.int32, device=self.device)
+        self._mirror = allocate_zeros("block tables", (int(self._bases[-1]),), torch.int32, self.device)
         self._mirror_cpu = self._mirror.numpy() if self.device.type == "cpu" else None
         meta = np.array(
             [
@@ -107,16 +108,40 @@ class MultiGroupBlockTable:
         for table, group_ids in zip(self.tables, ids, strict=True):
             table.append_row(row, group_ids)
 
-    def add_row(self, row: int, block_ids: Sequence[ArrayLike]) -> None:
-        """Replace a row in every group.
+    @property
+    def num_blocks_per_row(self) -> NDArray[np.int32]:
+        """Return `[num_groups, num_rows]`, a copy: the next ordinal to append to each row of each group."""
+        return np.stack([table.num_blocks_per_row for table in self.tables])
+
+    @property
+    def first_block_per_row(self) -> NDArray[np.int32]:
+        """Return `[num_groups, num_rows]`, a copy: the first live ordinal of each row of each group."""
+        return np.stack([table.first_block_per_row for table in self.tables])
+
+    def drop_row_head(self, row: int, first_blocks: Sequence[int]) -> list[NDArray[np.int32]]:
+        """Forget in each group the ordinals below `first_blocks[g]`; return the ids by group.
+
+        Raises: ValueError if a group's row has not so many ordinals; no group changes then.
+        """
+        if len(first_blocks) != self.num_groups:
+            raise ValueError(f"first_blocks: got {len(first_blocks)} ordinals, expected {self.num_groups}")
+        for table, first_block in zip(self.tables, first_blocks, strict=True):
+            table.check_drop(row, first_block)
+        return [table.drop_row_head(row, first) for table, first in zip(self.tables, first_blocks, strict=True)]
+
+    def add_row(self, row: int, block_ids: Sequence[ArrayLike], first_blocks: Sequence[int] | None = None) -> None:
+        """Replace a row in every group; group g's blocks become ordinals `first_blocks[g], ...` (0 by default).
 
         Raises: ValueError as `BlockTable.add_row`, or for a wrong number of lists; no group changes then.
         """
+        starts = [0] * self.num_groups if first_blocks is None else list(first_blocks)
+        if len(starts) != self.num_groups or min(starts) < 0:
+            raise ValueError(f"first_blocks: got {starts}, expected {self.num_groups} ordinals of at least 0")
         ids = self._check_lists(block_ids)
         for table, group_ids in zip(self.tables, ids, strict=True):
             table.check_fill(row, len(group_ids))
-        for table, group_ids in zip(self.tables, ids, strict=True):
-            table.add_row(row, group_ids)
+        for table, group_ids, first_block in zip(self.tables, ids, starts, strict=True):
+            table.add_row(row, group_ids, first_block)
 
     def clear_row(self, row: int) -> list[NDArray[np.int32]]:
         """Empty a row in every group; return per group the ids it held."""
@@ -137,18 +162,24 @@ class MultiGroupBlockTable:
 
         All dirty words travel, those of rows outside the batch too; a steady decode step moves a few hundred bytes.
 
+        If the copy fails, what was to travel stays dirty.
+
         Units: `num_words_committed` in int32 words.
         """
-        changed, values = [], []
-        for base, table in zip(self._bases[:-1], self.tables, strict=True):
-            dirty = table.take_dirty()
-            if dirty.size:
-                changed.append(dirty + base)
-                values.append(table.words[dirty])
-        self.num_words_committed = sum(len(part) for part in changed)
-        if not changed:
+        dirty = [table.take_dirty() for table in self.tables]
+        try:
+            self._copy_words(dirty)
+        except BaseException:
+            for table, words in zip(self.tables, dirty, strict=True):
+                table.mark_dirty(words)
+            raise
+
+    def _copy_words(self, dirty: list[NDArray[np.int64]]) -> None:
+        where = np.concatenate([words + base for base, words in zip(self._bases[:-1], dirty, strict=True)])
+        what = np.concatenate([table.words[words] for table, words in zip(self.tables, dirty, strict=True)])
+        self.num_words_committed = len(where)
+        if not len(where):
             return
-        where, what = np.concatenate(changed), np.concatenate(values)
         if self._mirror_cpu is not None:
             self._mirror_cpu[where] = what
             return

@@ -148,6 +148,8 @@ def plan_cache(
         the memory does not hold one block of every group beside the reserved slab.
     """
     groups = group_layers(spec)
+    if isinstance(block_size, Mapping) and not set(block_size) <= set(range(len(groups))):
+        raise SpecError(f"block_size: got groups {sorted(block_size)}, the model has groups 0..{len(groups) - 1}")
     sizes = [_block_size_of(group, block_size) for group in groups]
     tensors = [group.place_tensors(size) for group, size in zip(groups, sizes, strict=True)]
     payloads = [max(t.offset_bytes + t.num_bytes for t in placements) for placements in tensors]

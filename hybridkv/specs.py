@@ -103,12 +103,6 @@ class CacheTensor(Frozen):
         """Bytes of one entry: of one token, of `tokens_per_entry` tokens, or of one sequence."""
         return prod(self.shape) * DTYPE_BYTES[self.dtype]
 
-    def bytes_for(self, num_tokens: int) -> int:
-        """Bytes that `num_tokens` tokens of one sequence need in this tensor."""
-        if self.kind == "per_sequence":
-            return self.entry_bytes
-        return -(-num_tokens // self.tokens_per_entry) * self.entry_bytes
-
 
 class LayerCache(Frozen):
     """What one layer keeps: a lifecycle with its tensors, or another layer's cache."""

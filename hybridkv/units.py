@@ -1,17 +1,15 @@
-"""Identifiers, integer arithmetic, byte sizes."""
+"""Row ids, integer arithmetic, byte sizes."""
 
 import re
-from dataclasses import dataclass
 from decimal import Decimal
 from typing import NewType
 
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
 from hybridkv.errors import SpecError
 
-GroupId = NewType("GroupId", int)
 RowId = NewType("RowId", int)
-BlockId = NewType("BlockId", int)
-Ordinal = NewType("Ordinal", int)
-SlotId = NewType("SlotId", int)
 
 INT32_MAX = 2**31 - 1
 _BYTE_UNITS = {"": 1, "b": 1} | {
@@ -31,18 +29,15 @@ def round_up(a: int, multiple: int) -> int:
     return cdiv(a, multiple) * multiple
 
 
-@dataclass(frozen=True)
-class HalfOpenRange:
-    """The integers `start <= i < stop`; empty where `stop <= start`."""
+def int_array(name: str, values: ArrayLike) -> NDArray[np.int64]:
+    """Return flat integers as an array `[n]` int64.
 
-    start: int
-    stop: int
-
-    def __len__(self) -> int:
-        return max(0, self.stop - self.start)
-
-    def __contains__(self, value: int) -> bool:
-        return self.start <= value < self.stop
+    Raises: ValueError if they are not flat or not integers; a float is not rounded.
+    """
+    array = np.asarray(values)
+    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+        raise ValueError(f"{name}: got {array.dtype} of shape {array.shape}, expected a flat list of integers")
+    return array.astype(np.int64)
 
 
 def parse_bytes(text: str) -> int:

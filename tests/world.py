@@ -147,8 +147,13 @@ class World:
         self.manager.commit(rows, amounts)
 
     def _check_request(self, request: int) -> None:
+        computed, step = self.computed(request), LIMITS.max_num_batched_tokens
+        for start in range(0, computed, step):
+            self._check_tokens(request, start, min(step, computed - start))
+
+    def _check_tokens(self, request: int, start: int, count: int) -> None:
         row, computed = self.rows[request], self.computed(request)
-        geometry = BatchGeometry.build([row], [min(computed, 40)], [max(0, computed - 40)])
+        geometry = BatchGeometry.build([row], [count], [start])
         positions = geometry.positions_cpu
         slots = self.tables.map_slots(geometry).numpy()
         for group in self.plan.groups:

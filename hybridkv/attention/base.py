@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 from hybridkv._torch import torch
 from hybridkv.arena import KVLayout
 from hybridkv.batch import BatchGeometry
+from hybridkv.retention import first_needed_token
 from hybridkv.specs import ChunkedAttention, Lifecycle, SlidingWindow
 
 
@@ -57,11 +58,7 @@ class GroupBatch:
 
     def first_visible(self, positions: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the first position that a query at each of `positions` sees."""
-        if self.window is not None:
-            return np.maximum(positions - self.window + 1, 0)
-        if self.chunk is not None:
-            return positions // self.chunk * self.chunk
-        return np.zeros_like(positions)
+        return first_needed_token(self.lifecycle, positions)
 
 
 class PreparedAttention(Protocol):

@@ -6,7 +6,7 @@ from hybridkv._torch import torch
 from hybridkv.arena import KVLayout
 from hybridkv.attention.base import GroupBatch, LayerParams
 from hybridkv_kernels.kv_write import write_kv
-from hybridkv_kernels.paged_attention import AttentionParams, PagedBatch, paged_attention
+from hybridkv_kernels.paged_attention import AttentionParams, PagedBatch, paged_attention, recommended_num_splits
 
 
 @dataclass(frozen=True)
@@ -30,14 +30,21 @@ class PreparedPages:
         if key is not None and value is not None:
             write_kv(key, value, *caches, batch.slot_mapping, layout=self.kv_layout)
         out = query.new_zeros(*query.shape[:2], caches[1].shape[-1])
+        geometry = batch.geometry
+        # Decodes of few rows leave a GPU idle unless several programs share one row's keys.
+        num_tiles = geometry.num_reqs * caches[0].shape[2 if self.kv_layout == "NHD" else 1]
+        num_splits = 1
+        if geometry.max_query_len == 1:
+            num_splits = recommended_num_splits(num_tiles, geometry.max_seq_len, _num_processors(query.device))
         kernel_params = AttentionParams(
             scale=params.scale,
             width=batch.block_table.shape[1],
-            max_query_len=max(1, batch.geometry.max_query_len),
+            max_query_len=max(1, geometry.max_query_len),
             window=batch.window,
             chunk=batch.chunk,
             softcap=params.softcap,
             layout=self.kv_layout,
+            num_splits=num_splits,
         )
         paged_attention(query, *caches, self.pages, kernel_params, out=out, sinks=params.sinks)
         return out
@@ -57,3 +64,7 @@ class TritonBackend:
             PagedBatch(batch.block_table, geometry.rows, geometry.query_start_loc, geometry.seq_lens),
             self.kv_layout,
         )
+
+
+def _num_processors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1

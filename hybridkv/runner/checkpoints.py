@@ -28,6 +28,7 @@ _GGUF_MAGIC = b"GGUF"
 # Part of the cache's path: raise it when conversion writes something else, so that older copies are not used.
 _CONVERSION = "gguf-v1"
 _STALE_SECONDS = 24 * 3600
+_WORK_PREFIX = ".hybridkv-converting-"
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?")
 _HUB_FILES = ["*.json", "*.safetensors", "tokenizer.model", "merges.txt", "vocab.txt", "*.tiktoken"]
 _HUB_IGNORED = ["*/*", "consolidated*"]
@@ -247,10 +248,10 @@ def _work_folder(cache_dir: Path) -> Iterator[Path]:
     """Yield a temporary folder on the cache's file system; nothing of it stays, not even after an interrupt."""
     with _foreign_errors(f"cache folder {str(cache_dir)!r}: cannot be written; choose another with --cache-dir"):
         cache_dir.mkdir(parents=True, exist_ok=True)
-        for stale in cache_dir.glob("tmp-*"):  # left by a process that was killed
+        for stale in cache_dir.glob(f"{_WORK_PREFIX}*"):  # left by a process that was killed
             if time.time() - stale.stat().st_mtime > _STALE_SECONDS:
                 shutil.rmtree(stale, ignore_errors=True)
-        folder = Path(tempfile.mkdtemp(prefix="tmp-", dir=cache_dir))
+        folder = Path(tempfile.mkdtemp(prefix=_WORK_PREFIX, dir=cache_dir))
     try:
         yield folder
     finally:

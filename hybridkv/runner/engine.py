@@ -51,7 +51,7 @@ class EngineConfig:
 
 @dataclass(frozen=True)
 class GroupStats:
-    """What one KV cache group holds now and held at most."""
+    """What one KV cache group holds now, held on average during a step, held at most."""
 
     lifecycle: str
     num_layers: int
@@ -59,6 +59,7 @@ class GroupStats:
     num_blocks: int
     block_bytes: int
     held_blocks: int
+    mean_held_blocks: float
     peak_blocks: int
     peak_blocks_per_row: int
     num_blocks_freed_out_of_window: int
@@ -111,7 +112,7 @@ class Engine:
         self.arena = Arena(self.plan, device=self.device, layout=config.layout, kv_layout=backend.kv_layout)
         self.manager = CacheManager(self.plan)
         self.tables = MultiGroupBlockTable.from_plan(self.plan, device=self.device, tables=self.manager.tables)
-        self.model = AttentionModel(model, LayerCaches(self.plan, self.arena, backend))
+        self.model = AttentionModel(model, LayerCaches(self.plan, self.arena, backend), limits.max_model_len)
         self.scheduler = Scheduler(self.manager, config.preempt_every)
         self.sampler = Sampler(self.device)
         self.tokenizer = tokenizer
@@ -120,6 +121,7 @@ class Engine:
         self._on_text: Callable[[int, str], None] | None = None
         self._num_steps = self._num_generated = 0
         self._seconds = self._table_seconds = 0.0
+        self._held_sum = np.zeros(len(self.plan.groups), dtype=np.int64)
 
     def generate(
         self,
@@ -159,9 +161,12 @@ class Engine:
             self._abandon()
 
     def step(self) -> None:
-        """Compute one batch and hand its new tokens to their sequences."""
+        """Compute one batch and hand its new tokens to their sequences; without work, do nothing."""
+        if not self.scheduler.has_work:
+            return
         started = time.perf_counter()
         batch = self.scheduler.schedule()
+        self._held_sum += self.manager.pool.num_held
         tables_started = time.perf_counter()
         geometry, input_ids, sampled = self._prepare(batch)
         self.tables.commit()
@@ -187,6 +192,7 @@ class Engine:
                 num_blocks=group.num_blocks - group.blocks_per_slab,
                 block_bytes=group.block_stride_bytes,
                 held_blocks=int(pool.num_held[g]),
+                mean_held_blocks=float(self._held_sum[g] / max(1, self._num_steps)),
                 peak_blocks=int(pool.peak_held[g]),
                 peak_blocks_per_row=int(manager.peak_blocks_per_row[g]),
                 num_blocks_freed_out_of_window=int(manager.num_freed_out_of_window[g]),
@@ -282,4 +288,4 @@ def _max_model_len(config: EngineConfig, spec: ModelSpec) -> int:
     wanted = config.max_model_len
     if wanted is not None and own is not None and wanted > own:
         raise InvalidRequest(f"max_model_len: got {wanted}, the model was made for at most {own}")
-    return wanted or own or DEFAULT_MAX_MODEL_LEN
+    return next(length for length in (wanted, own, DEFAULT_MAX_MODEL_LEN) if length is not None)

@@ -7,7 +7,7 @@ layer spec, never from the arguments of the call.
 
 from collections.abc import Sequence
 
-from transformers import AttentionInterface, PreTrainedModel
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
 from hybridkv._torch import torch
 from hybridkv.arena import Arena
@@ -15,11 +15,27 @@ from hybridkv.attention import AttentionBackend, GroupBatch, LayerParams, Prepar
 from hybridkv.batch import BatchGeometry
 from hybridkv.errors import UnsupportedModel
 from hybridkv.planner import CachePlan
+from hybridkv.runner.projection import tall_projection
 
 ATTENTION_NAME = "hybridkv"
 _STEP_ARGUMENT = "hybridkv_step"
-# Arguments that change what attention computes and that no backend knows: a model that passes one is refused.
-_FOREIGN_ARGUMENTS = ("position_bias", "alibi", "head_mask", "indices", "block_mask")
+# What attention layers pass along without any bearing on plain causal attention. `sliding_window` is among them: what a
+# layer sees follows from its spec. Every other argument could change the result, so a model that passes one is refused.
+_IGNORED_ARGUMENTS = frozenset(
+    {
+        "dropout",
+        "output_attentions",
+        "output_hidden_states",
+        "output_router_logits",
+        "position_embeddings",
+        "position_ids",
+        "sliding_window",
+        "use_cache",
+        _STEP_ARGUMENT,
+    }
+)
+# A rotary embedding of this type changes with the longest position of a call: packing and chunking would change it.
+_ROPE_OF_A_CALL = "longrope"
 
 
 class ForwardStep:
@@ -31,6 +47,7 @@ class ForwardStep:
     def __init__(self, cache: "LayerCaches", prepared: Sequence[PreparedAttention]) -> None:
         self._cache = cache
         self._prepared = prepared
+        self._attended: set[int] = set()
 
     def attend(
         self, layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, params: LayerParams
@@ -39,7 +56,17 @@ class ForwardStep:
 
         Shapes: query [1, heads, T, dim], key and value [1, kv_heads, T, dim]; returns [1, T, heads, v_dim]
         """
+        self._attended.add(layer)
         return self._cache.attend(layer, self._prepared, (query, key, value), params)
+
+    def check_complete(self) -> None:
+        """Raise UnsupportedModel if a layer with a cache did not attend through it."""
+        missing = sorted(self._cache.layers - self._attended)
+        if missing:
+            raise UnsupportedModel(
+                f"layers {missing}: did not attend through the cache; their attention does not use the attention "
+                "interface of transformers, so they cannot be driven"
+            )
 
 
 class LayerCaches:
@@ -68,6 +95,11 @@ class LayerCaches:
                 raise UnsupportedModel(
                     f"layer {layer.layer}: shares another layer's cache, which this runner does not take"
                 )
+
+    @property
+    def layers(self) -> set[int]:
+        """Layers that have a cache."""
+        return set(self._views)
 
     def begin(self, batches: Sequence[GroupBatch]) -> ForwardStep:
         """Prepare every group for one forward pass."""
@@ -121,9 +153,11 @@ def paged_attention(  # noqa: PLR0913 - the signature is transformers'
             f"{name}: passes an attention mask of its own; only plain causal, windowed or chunked "
             "attention can be run over the cache"
         )
-    foreign = [argument for argument in _FOREIGN_ARGUMENTS if arguments.get(argument) is not None]
-    if foreign or not getattr(module, "is_causal", True):
-        raise UnsupportedModel(f"{name}: its attention is not plainly causal ({foreign or 'is_causal is False'})")
+    causal = getattr(module, "is_causal", True) and arguments.pop("is_causal", None) in (None, True)
+    foreign = sorted(k for k, v in arguments.items() if v is not None and k not in _IGNORED_ARGUMENTS)
+    if foreign or not causal:
+        reason = f"it passes {', '.join(foreign)}" if foreign else "is_causal is False"
+        raise UnsupportedModel(f"{name}: its attention is not plainly causal ({reason})")
     layer = getattr(module, "layer_idx", None)
     if not isinstance(layer, int) or layer < 0:
         raise UnsupportedModel(f"{name}: does not say which layer it is (layer_idx={layer!r})")
@@ -132,19 +166,20 @@ def paged_attention(  # noqa: PLR0913 - the signature is transformers'
 
 
 class AttentionModel:
-    """A Hugging Face causal LM whose attention layers use the cache from now on.
+    """A Hugging Face causal LM whose attention layers use the cache in `forward`.
 
-    `model.set_attn_implementation("sdpa")` makes it Hugging Face's own again.
+    Afterwards the model keeps the attention of this library; `model.set_attn_implementation("sdpa")` makes it Hugging
+    Face's own again, until the next `forward`.
     """
 
-    def __init__(self, model: PreTrainedModel, caches: LayerCaches) -> None:
+    def __init__(self, model: PreTrainedModel, caches: LayerCaches, max_model_len: int) -> None:
         config = model.config.get_text_config(decoder=True)
         if getattr(config, "use_bidirectional_attention", False):
             raise UnsupportedModel(
                 f"{type(model).__name__}: use_bidirectional_attention is set; only causal models generate"
             )
+        _check_rope(config, max_model_len)
         AttentionInterface.register(ATTENTION_NAME, paged_attention)
-        model.set_attn_implementation(ATTENTION_NAME)
         self._model = model
         self._caches = caches
 
@@ -163,13 +198,32 @@ class AttentionModel:
 
         Shapes: input_ids [T] int64; returns [len(sampled), vocab_size]
         """
+        if self._model.config._attn_implementation != ATTENTION_NAME:
+            self._model.set_attn_implementation(ATTENTION_NAME)
         last_tokens = torch.from_numpy(geometry.last_token_indices[list(sampled)]).to(input_ids.device)
-        output = self._model(
-            input_ids=input_ids[None],
-            position_ids=geometry.positions[None],
-            use_cache=False,
-            logits_to_keep=last_tokens,
-            **{_STEP_ARGUMENT: step},
-        )
+        with tall_projection(self._model.get_output_embeddings()):
+            output = self._model(
+                input_ids=input_ids[None],
+                position_ids=geometry.positions[None],
+                use_cache=False,
+                logits_to_keep=last_tokens,
+                **{_STEP_ARGUMENT: step},
+            )
+        step.check_complete()
         logits: torch.Tensor = output.logits[0]
         return logits
+
+
+def _check_rope(config: PretrainedConfig, max_model_len: int) -> None:
+    """Refuse lengths at which a rotary embedding would depend on the other tokens of the same call."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
+        if rope.get("rope_type") == _ROPE_OF_A_CALL:
+            own = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", config.max_position_embeddings
+            )
+            if max_model_len > own:
+                raise UnsupportedModel(
+                    f"rope_type: got {_ROPE_OF_A_CALL!r}, whose frequencies past {own} tokens follow the longest "
+                    f"sequence of a batch, so outputs would depend on neighbours; use max_model_len={own} at most"
+                )

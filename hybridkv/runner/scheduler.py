@@ -49,9 +49,13 @@ class Scheduler:
     def schedule(self) -> ScheduledBatch:
         """Pick the next step's work and reserve its blocks; at least one sequence if there is any."""
         self._num_steps += 1
-        if self._preempt_every and self._num_steps % self._preempt_every == 0 and len(self.running) > 1:
+        if self._preempt_every and self._num_steps % self._preempt_every == 0 and self._can_spare_youngest():
             self._preempt_youngest()
+        num_preemptions = self.manager.num_preemptions
         batch = self._reserve_running()
+        if batch.sequences and self.manager.num_preemptions > num_preemptions:
+            # What was just freed is for those that go on: the preempted one would take it back at once.
+            return batch
         budget = self.manager.plan.limits.max_num_batched_tokens - sum(batch.num_scheduled_tokens)
         while budget > 0 and self.waiting:
             num_new = min(self.waiting[0].num_remaining_tokens, budget)
@@ -106,14 +110,19 @@ class Scheduler:
         elif self.manager.num_free_rows == 0:
             return None
         else:
-            row = self.manager.admit(sequence.num_prompt_tokens, len(sequence.tokens))
-            if self.manager.reserve([row], [num_new]).verdicts[0] != Verdict.OK:
-                self.manager.finish(row)
+            sequence.row = self.manager.admit(sequence.num_prompt_tokens, len(sequence.tokens))
+            if self.manager.reserve([sequence.row], [num_new]).verdicts[0] != Verdict.OK:
+                self.manager.finish(sequence.row)
+                sequence.row = None
                 return None
-            sequence.row = row
         sequence.phase = Phase.RUNNING
+        sequence.num_tokens_at_start = sequence.num_tokens
         self.running.append(self.waiting.popleft())
         return sequence
+
+    def _can_spare_youngest(self) -> bool:
+        """Whether a preemption that nothing asked for still lets some sequence move on."""
+        return len(self.running) > 1 or any(s.num_tokens > s.num_tokens_at_start for s in self.running)
 
     def _preempt_youngest(self) -> None:
         sequence = self.running.pop()

@@ -11,6 +11,7 @@ from hybridkv.errors import InvalidRequest
 from hybridkv.units import RowId
 
 FinishReason = Literal["stop", "length"]
+MIN_TEMPERATURE = 1e-5
 
 
 @dataclass(frozen=True)
@@ -40,11 +41,20 @@ class SamplingParams:
     def __post_init__(self) -> None:
         """Refuse values out of range."""
         for name, valid, rule in (
-            ("max_new_tokens", self.max_new_tokens >= 1, "at least 1"),
-            ("temperature", 0 <= self.temperature < float("inf"), "a number of at least 0; 0 is greedy"),
-            ("top_k", self.top_k >= 0, "at least 0; 0 keeps every token"),
+            ("max_new_tokens", _is_int(self.max_new_tokens) and self.max_new_tokens >= 1, "an integer of at least 1"),
+            (
+                "temperature",
+                self.temperature == 0 or MIN_TEMPERATURE <= self.temperature < float("inf"),
+                f"0 for greedy decoding, or a number of at least {MIN_TEMPERATURE}",
+            ),
+            ("top_k", _is_int(self.top_k) and self.top_k >= 0, "an integer of at least 0; 0 keeps every token"),
             ("top_p", 0 < self.top_p <= 1, "above 0, at most 1"),
-            ("stop", all(self.stop), "texts that are not empty"),
+            ("seed", self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63), "an integer in 0..2^63-1"),
+            (
+                "stop",
+                isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
+                "a tuple of texts that are not empty",
+            ),
         ):
             if not valid:
                 raise InvalidRequest(f"{name}: got {getattr(self, name)!r}, expected {rule}")
@@ -86,7 +96,8 @@ class Sequence:
         | in the cache ........ | to compute ........ |
         0             num_computed_tokens         num_tokens
 
-    A preempted sequence starts over with `num_computed_tokens` 0 and keeps its new tokens.
+    A preempted sequence starts over with `num_computed_tokens` 0 and keeps its new tokens; `num_tokens_at_start` is
+    what it had when it last started.
 
     Shapes: `tokens` [most tokens it can reach] int64, the first `num_tokens` valid
     """
@@ -98,6 +109,7 @@ class Sequence:
     num_tokens: int
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
+    num_tokens_at_start: int = 0
     row: RowId | None = None
     phase: Phase = Phase.WAITING
     finish_reason: FinishReason | None = None
@@ -145,3 +157,7 @@ class Sequence:
         """Add a generated token."""
         self.tokens[self.num_tokens] = token_id
         self.num_tokens += 1
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)

@@ -65,7 +65,7 @@ class Launch:
     options: Mapping[str, int | float | bool]
 
     def run(self) -> None:
-        """Launch on the current stream; an empty grid launches nothing.
+        """Launch on the current stream of the tensors' device; an empty grid launches nothing.
 
         Raises: ImportError without triton; ValueError if a tensor is on the CPU in compiled mode.
         """
@@ -83,4 +83,11 @@ class Launch:
                 f"{self.name}: expected tensors on a GPU, got a tensor on the CPU; use the CPU path of this op, or "
                 "set TRITON_INTERPRET=1 before importing hybridkv_kernels"
             )
+        if tensors and on_cpu is None:
+            import torch
+
+            # A launch goes to the current device, whatever the device of its pointers.
+            with torch.cuda.device(cast("torch.Tensor", tensors[0]).device):
+                self.kernel[self.grid](*self.args, **self.options)  # type: ignore[index]
+            return
         self.kernel[self.grid](*self.args, **self.options)  # type: ignore[index]

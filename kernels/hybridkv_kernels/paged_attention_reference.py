@@ -26,7 +26,7 @@ Shapes
 Invariants
     I1  query_start_loc[0] == 0, it never falls, query_start_loc[R] <= T, query_len <= max_query_len
     I2  query_len <= seq_len, or seq_len == 0 (that row gets zeros)
-    I3  rows are in [0, max_rows)
+    I3  rows are in [0, max_rows); a padding row's entry is not read
     I4  every visible ordinal's entry is a block id in [1, num_blocks); the ordinals that one batch row sees fit a ring
 """
 
@@ -168,9 +168,9 @@ def check_paged_attention(
         in_bounds = 0 <= query_len <= params.max_query_len
         expect(in_bounds, f"query_len[{idx}]", f"0..max_query_len {params.max_query_len}", query_len)
         expect(seq_len == 0 or query_len <= seq_len, f"seq_lens[{idx}]", f"0 or >= query_len {query_len}", seq_len)
-        expect(0 <= row < table.shape[0], f"rows[{idx}]", f"0..{table.shape[0] - 1}", row)
         if query_len == 0 or seq_len == 0:
             continue
+        expect(0 <= row < table.shape[0], f"rows[{idx}]", f"0..{table.shape[0] - 1}", row)
         first = params.first_visible(seq_len - query_len) // block_size
         last = (seq_len - 1) // block_size
         expect(last - first < params.width, f"row {idx}: visible ordinals", f"<= width {params.width}", (first, last))

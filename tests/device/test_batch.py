@@ -93,7 +93,10 @@ def test_every_token_has_the_row_and_position_of_its_range(
     [
         (([0, 1], [1], [0, 0]), (0, 0), "got shapes"),
         (([0], [1], [0, 0]), (0, 0), "got shapes"),
-        (([[0]], [[1]], [[0]]), (0, 0), "expected equal, flat ones"),
+        (([[0]], [[1]], [[0]]), (0, 0), "expected a flat list"),
+        (([0], [1.9], [0]), (0, 0), "float64"),
+        (([0, 0], [1, 1], [0, 5]), (0, 0), "distinct rows"),
+        (([2**32], [1], [0]), (0, 0), "fit int32"),
         (([0], [0], [0]), (0, 0), "at least one token a row"),
         (([0], [1], [-1]), (0, 0), "negative row or length"),
         (([-1], [1], [0]), (0, 0), "negative row or length"),

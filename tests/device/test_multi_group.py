@@ -301,3 +301,39 @@ def test_slots_follow_a_sequence_through_a_chunked_model() -> None:
             held = table.row_block_ids(row)[position // 4 - table.first_block_per_row[row]]
             assert mapped[group] == [held * 4 + position % 4]
         manager.commit([row], [1])
+
+
+def test_a_copy_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What a failed commit should have copied travels with the next one."""
+    tables = MultiGroupBlockTable([BlockTable(2, 4, 4), BlockTable(2, 4, 4)], 8)
+    tables.append_row(1, [[3, 4], [5]])
+
+    def fail(_dirty: object) -> None:
+        raise RuntimeError("the copy failed")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(tables, "_copy_words", fail)
+        with pytest.raises(RuntimeError, match="the copy failed"):
+            tables.commit()
+    assert not tables.block_table_cpu(0).any()
+    tables.commit()
+    assert tables.block_table_cpu(0)[1].tolist() == [3, 4, 0, 0]
+    assert tables.block_table_cpu(1)[1].tolist() == [5, 0, 0, 0]
+
+
+def test_windows_move_on_in_all_groups_or_in_none() -> None:
+    """`drop_row_head` and `add_row` with first ordinals act on every group; a refusal of one changes none."""
+    tables = MultiGroupBlockTable([BlockTable(2, 4, 4), BlockTable(2, 4, 4)], 8)
+    tables.add_row(0, [[1, 2, 3], [4, 5]], [0, 2])
+    assert tables.num_blocks_per_row[:, 0].tolist() == [3, 4]
+    with pytest.raises(ValueError, match="first_block: got 5 for row 0, which has 4 ordinals"):
+        tables.drop_row_head(0, [1, 5])
+    assert tables.first_block_per_row[:, 0].tolist() == [0, 2]
+    assert [ids.tolist() for ids in tables.drop_row_head(0, [1, 3])] == [[1], [4]]
+    assert tables.first_block_per_row[:, 0].tolist() == [1, 3]
+    with pytest.raises(ValueError, match="first_blocks"):
+        tables.drop_row_head(0, [1])
+    with pytest.raises(ValueError, match="first_blocks"):
+        tables.add_row(0, [[1], [1]], [0, -1])
+    with pytest.raises(ValueError, match=r"expected 0\.\.1"):
+        tables.drop_row_head(2, [0, 0])

@@ -250,13 +250,11 @@ def test_specs_are_frozen(value: BaseModel, field: str) -> None:
 
 
 def test_bytes_count_dtype_shape_and_entries() -> None:
-    """Bytes follow dtype and shape; a compressed tensor rounds its entries up; a state costs the same at any length."""
+    """Bytes follow dtype, shape and the tokens an entry stands for; a state costs by the sequence."""
     token = CacheTensor(name="k", shape=(2, 4), dtype="bfloat16")
     every_fourth = CacheTensor(name="k", shape=(2, 4), dtype="float32", tokens_per_entry=4)
     state = CacheTensor(name="conv", kind="per_sequence", shape=(8, 3), dtype="float32")
-    assert [token.bytes_for(n) for n in (0, 1, 5)] == [0, 16, 80]
-    assert [every_fourth.bytes_for(n) for n in (0, 1, 4, 5)] == [0, 32, 32, 64]
-    assert [state.bytes_for(n) for n in (0, 1000)] == [96, 96]
+    assert [tensor.entry_bytes for tensor in (token, every_fourth, state)] == [16, 32, 96]
     assert LayerCache(lifecycle=FullAttention(), tensors=(every_fourth,)).bytes_per_token == 8
 
 

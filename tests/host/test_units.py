@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hybridkv.errors import SpecError
-from hybridkv.units import HalfOpenRange, cdiv, format_bytes, parse_bytes, round_up
+from hybridkv.units import cdiv, format_bytes, int_array, parse_bytes, round_up
 
 
 @given(a=st.integers(0, 2**70), b=st.integers(1, 2**40))
@@ -23,12 +23,13 @@ def test_round_up_is_the_next_multiple(a: int, multiple: int) -> None:
     assert 0 <= rounded - a < multiple
 
 
-@pytest.mark.parametrize(("start", "stop"), [(0, 0), (2, 5), (5, 2), (-1, 1)])
-def test_half_open_range_matches_pythons(start: int, stop: int) -> None:
-    """A `HalfOpenRange` has the length and the members of Python's `range`, also where it is empty."""
-    ours, theirs = HalfOpenRange(start, stop), range(start, stop)
-    assert len(ours) == len(theirs)
-    assert [i for i in range(-3, 9) if i in ours] == [i for i in range(-3, 9) if i in theirs]
+def test_int_array_takes_integers_only() -> None:
+    """Flat integers become int64; floats are refused instead of rounded, and so is a nested list."""
+    assert int_array("rows", [3, 2**40]).tolist() == [3, 2**40]
+    assert int_array("rows", []).tolist() == []
+    for wrong in ([0.9], [[1]], ["1"], [True]):
+        with pytest.raises(ValueError, match="rows"):
+            int_array("rows", wrong)
 
 
 @pytest.mark.parametrize(

@@ -263,13 +263,15 @@ def test_slower_of_two_conversions_takes_the_others_copy(
 
 
 def test_leftovers_of_a_killed_process_are_removed(gguf_file: Path, tmp_path: Path) -> None:
-    """A conversion removes temporary folders older than a day, newer ones stay."""
-    for name in ("tmp-old", "tmp-new"):
+    """A conversion removes its own temporary folders older than a day; newer ones and other folders stay."""
+    for name in (".hybridkv-converting-old", ".hybridkv-converting-new", "tmp-mine"):
         (tmp_path / name).mkdir()
-    os.utime(tmp_path / "tmp-old", (0, 0))
+    os.utime(tmp_path / ".hybridkv-converting-old", (0, 0))
+    os.utime(tmp_path / "tmp-mine", (0, 0))
     resolve_checkpoint(str(gguf_file), tmp_path)
-    assert not (tmp_path / "tmp-old").exists()
-    assert (tmp_path / "tmp-new").exists()
+    assert not (tmp_path / ".hybridkv-converting-old").exists()
+    assert (tmp_path / "tmp-mine").exists()
+    assert (tmp_path / ".hybridkv-converting-new").exists()
 
 
 def test_unwritable_cache_is_one_line(gguf_file: Path, tmp_path: Path) -> None:

@@ -9,9 +9,11 @@ from hybridkv import InvalidRequest, NeverFits, SpecError, UnsupportedModel
 from hybridkv.attention import LayerParams, TritonBackend
 from hybridkv.runner import EngineConfig, SamplingParams
 from hybridkv.runner.gemma import ForwardStep, paged_attention
+from hybridkv.runner.projection import tall_projection
 from hybridkv.runner.sampler import Sampler
 from hybridkv.runner.sequence import Sequence
 from hybridkv.runner.text import TextStream
+from hybridkv.runner.verify import StopRules, verify_greedy
 from tests.run.parity import run_parity, tiny_engine
 from tests.run.tiny_models import VOCAB_SIZE, make_tiny
 
@@ -192,6 +194,11 @@ def test_a_prompt_that_never_fits_says_what_would(folder):
         {"top_k": -1},
         {"max_new_tokens": 0},
         {"stop": ("",)},
+        {"stop": "END"},
+        {"seed": 2**70},
+        {"top_k": 1.5},
+        {"max_new_tokens": 2.5},
+        {"temperature": 1e-40},
     ],
 )
 def test_a_wrong_sampling_parameter_names_itself(values):
@@ -241,9 +248,10 @@ def _attention_call(**changes):
     module = torch.nn.Module()
     module.layer_idx = 0
     arguments = {"attention_mask": None, "hybridkv_step": ForwardStep.__new__(ForwardStep)} | changes
-    for name in ("layer_idx", "is_causal"):
-        if name in arguments:
-            setattr(module, name, arguments.pop(name))
+    if "layer_idx" in arguments:
+        module.layer_idx = arguments.pop("layer_idx")
+    if arguments.pop("module_is_causal", True) is False:
+        module.is_causal = False
     return paged_attention(module, tensor, tensor, tensor, **arguments)
 
 
@@ -252,7 +260,10 @@ def _attention_call(**changes):
     [
         ({"attention_mask": torch.zeros(1, 1, 1, 1)}, "mask of its own"),
         ({"is_causal": False}, "not plainly causal"),
+        ({"module_is_causal": False}, "not plainly causal"),
         ({"position_bias": torch.zeros(1)}, "position_bias"),
+        ({"sinks": torch.zeros(1)}, "sinks"),
+        ({"block_indices": torch.zeros(1)}, "block_indices"),
         ({"layer_idx": None}, "layer_idx"),
         ({"layer_idx": -1}, "layer_idx"),
         ({"hybridkv_step": None}, "keyword arguments"),
@@ -277,3 +288,57 @@ def test_a_spec_that_does_not_match_the_model_is_refused(folder):
 def test_layer_params_default_to_plain_attention():
     """Without softcap and sinks a layer is plain scaled attention."""
     assert LayerParams(0.5) == LayerParams(0.5, None, None)
+
+
+def test_a_model_that_was_switched_back_still_uses_the_cache(folder):
+    """After the model got Hugging Face's attention back, the next run takes the cache again and gives the same."""
+    model, engine = tiny_engine(folder, "float32", EngineConfig(2**22, block_size=4))
+    expected = engine.generate(PROMPTS, SamplingParams(max_new_tokens=5))
+    model.set_attn_implementation("sdpa")
+    assert engine.generate(PROMPTS, SamplingParams(max_new_tokens=5)) == expected
+
+
+def test_a_layer_that_bypasses_the_cache_is_refused(folder):
+    """A layer whose attention does not come through the interface is named, instead of generating nonsense."""
+    model, engine = tiny_engine(folder, "float32", EngineConfig(2**22, block_size=4))
+    attention = model.model.layers[2].self_attn
+    attention.forward = lambda hidden_states, **_: (torch.zeros_like(hidden_states), None)
+    with pytest.raises(UnsupportedModel, match=r"layers \[2\]"):
+        engine.generate([[1, 2]], SamplingParams(max_new_tokens=1))
+
+
+def test_a_rope_that_follows_the_batch_is_refused_past_its_length(tmp_path):
+    """Frequencies that change with the longest sequence of a batch are refused; up to that length the model runs."""
+    rope = {"rope_type": "longrope", "rope_theta": 10000.0, "original_max_position_embeddings": 64, "factor": 8.0}
+    rope |= {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8}
+    fields = {"rope_parameters": rope, "original_max_position_embeddings": 64}
+    folder = make_tiny("phi3", tmp_path / "phi3", fields=fields)
+    with pytest.raises(UnsupportedModel, match="max_model_len=64"):
+        tiny_engine(folder, "float32", EngineConfig(2**22, block_size=4))
+    config = EngineConfig(2**22, block_size=4, max_num_batched_tokens=16, max_model_len=64)
+    model, engine = tiny_engine(folder, "float32", config)
+    prompts = [[1, 2, 3] * 4, list(range(50))]
+    outputs = [o.token_ids for o in engine.generate(prompts, SamplingParams(max_new_tokens=8))]
+    assert verify_greedy(model, prompts, outputs, StopRules([8, 8])).equal
+
+
+def test_the_tall_projection_gives_the_same_logits_and_leaves_the_head_alone():
+    """`W @ x.T` equals `linear` up to rounding for any number of rows, and the head is its own again afterwards."""
+    torch.manual_seed(0)
+    head = torch.nn.Linear(24, 500, bias=False)
+    for num_rows in (1, 2, 7):
+        hidden = torch.randn(1, num_rows, 24)
+        with tall_projection(head):
+            assert "forward" in head.__dict__
+            tall = head(hidden)
+        assert "forward" not in head.__dict__
+        torch.testing.assert_close(tall, head(hidden), rtol=1e-5, atol=1e-5)
+    other = torch.nn.Linear(24, 500, bias=True)
+    with tall_projection(other), tall_projection(None):
+        assert "forward" not in other.__dict__
+
+
+def test_an_arena_that_cannot_be_had_says_how_much(folder):
+    """Memory that the machine does not have is an error with the size, not an allocator's trace."""
+    with pytest.raises(MemoryError, match=r"arena: 4096\.00 TiB cannot be allocated"):
+        tiny_engine(folder, "float32", EngineConfig(2**52, block_size=2**13, max_model_len=512))

@@ -4,7 +4,7 @@ import numpy as np
 
 from hybridkv import BatchLimits, CacheManager
 from hybridkv.runner.scheduler import Scheduler
-from hybridkv.runner.sequence import SamplingParams, Sequence
+from hybridkv.runner.sequence import Phase, SamplingParams, Sequence
 from tests.models import gemma_like, plan_slabs
 
 
@@ -84,3 +84,36 @@ def test_random_loads_always_finish():
         assert max(sum(n for _, n in step) for step in history) <= budget
         num_preemptions += scheduler.manager.num_preemptions
     assert num_preemptions > 100
+
+
+def test_the_youngest_is_preempted_and_comes_back_first():
+    """When blocks run out the latest comer gives way, keeps its place in the queue, and the oldest goes on."""
+    scheduler = _scheduler(12, max_num_seqs=2, max_num_batched_tokens=8)
+    requests = [_sequence(0, 12, 16), _sequence(1, 12, 10), _sequence(2, 3, 2)]
+    for request in requests:
+        scheduler.add(request)
+    for _ in range(60):
+        if scheduler.manager.num_preemptions == 0:
+            _step(scheduler)
+    assert requests[0].phase is Phase.RUNNING
+    assert requests[1].phase is Phase.PREEMPTED
+    assert [sequence.request_idx for sequence in scheduler.waiting] == [1, 2]
+    _run(scheduler)
+    assert all(request.phase is Phase.FINISHED for request in requests)
+
+
+def test_preempt_every_counts_steps_and_spares_a_lone_prefill():
+    """With N=3 the third, sixth, ... step preempts; a lone sequence only after it got a token, so that it moves on."""
+    scheduler = _scheduler(60, max_num_batched_tokens=2)
+    scheduler = Scheduler(scheduler.manager, preempt_every=3)
+    scheduler.add(_sequence(0, 8, 10))
+    preemptions = []
+    for _ in range(100):
+        if not scheduler.has_work:
+            break
+        _step(scheduler)
+        preemptions.append(scheduler.manager.num_preemptions)
+    assert not scheduler.has_work
+    assert preemptions[:5] == [0, 0, 0, 0, 0]  # four steps of prefill, step 3 among them, then a decode
+    assert preemptions[5] == 1
+    assert preemptions[-1] >= 2

@@ -137,3 +137,10 @@ def test_lists_of_other_lengths_are_refused(model: PreTrainedModel, outputs: lis
     """Every prompt needs an output."""
     with pytest.raises(InvalidRequest, match="1 and 2 lengths for 2 prompts"):
         verify(model, outputs[:1])
+
+
+def test_the_tie_rule_is_one_ten_thousandth() -> None:
+    """Two logits count as a tie below 1e-4 and not at it."""
+    from hybridkv.runner import verify
+
+    assert verify.TIE_GAP == 1e-4
