@@ -3,7 +3,7 @@
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, redirect_stdout
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TextIO
 
 from hybridkv._torch import torch
@@ -40,9 +40,10 @@ def generate(options: RunOptions) -> int:
     """
     with _clean_stdout() as out, quiet_libraries():
         device = _device(options.device)
+        params = _params(options)
         checkpoint, spec = _load(options, device)
         engine = Engine(checkpoint.model, spec, checkpoint.tokenizer, _engine_config(options, device))
-        requests = _requests(options, checkpoint, engine.plan.limits.max_model_len)
+        requests = _requests(options, params, checkpoint, engine.plan.limits.max_model_len)
         streams = not options.json and len(requests) == 1
         completions = _generate(engine, requests, _writer(out) if streams else None)
         if streams:
@@ -94,20 +95,28 @@ def _load(options: RunOptions, device: torch.device) -> tuple[Checkpoint, ModelS
         return load_checkpoint(path, dtype, device), spec
 
 
-def _requests(options: RunOptions, checkpoint: Checkpoint, max_model_len: int) -> list[Request]:
+def _params(options: RunOptions) -> SamplingParams:
+    """Return what all prompts share, checked before anything is loaded."""
+    return SamplingParams(
+        max_new_tokens=options.max_new_tokens,
+        temperature=options.temperature,
+        top_k=options.top_k,
+        top_p=options.top_p,
+        stop=options.stop,
+    )
+
+
+def _requests(options: RunOptions, shared: SamplingParams, checkpoint: Checkpoint, max_model_len: int) -> list[Request]:
     requests = []
     for prompt_idx, prompt in enumerate(options.prompts):
         token_ids = _token_ids(prompt_idx, prompt, checkpoint.tokenizer)
-        params = SamplingParams(
+        params = replace(
+            shared,
             # No more than can follow, so that the progress bar knows its end.
             max_new_tokens=min(prompt.max_new_tokens or options.max_new_tokens, max_model_len),
-            temperature=options.temperature,
-            top_k=options.top_k,
-            top_p=options.top_p,
             # One seed for the run; equal prompts still differ.
             seed=None if options.seed is None else options.seed + prompt_idx,
             stop_token_ids=checkpoint.eos_token_ids,
-            stop=options.stop,
         )
         requests.append(Request(token_ids, params))
     return requests

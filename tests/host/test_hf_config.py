@@ -59,13 +59,33 @@ def test_original_resaved_and_shipped_specs_are_equal(name: str) -> None:
 
 
 def test_every_family_is_known_and_gemma_3_270m_is_shipped() -> None:
-    """The registry lists the families, and the one shipped model without recorded facts has its published layout."""
+    """The registry lists the families, and a shipped model without recorded facts has its published layout."""
     assert {"llama", "gemma3", "gemma3_text", "mistral3", "gpt_oss"} <= set(known_families())
     spec = ModelSpec.load("gemma-3-270m")
     assert kinds(spec) == [S, S, S, S, S, F] * 3
     assert set(windows(spec)) == {512, None}
     assert shapes(spec) == {(1, 256)}
     assert spec.max_model_len == 32768
+
+
+def test_qwen3_8b_is_shipped_as_its_config_says() -> None:
+    """The other shipped model without recorded facts is what its published configuration gives."""
+    config = {
+        "model_type": "qwen3",
+        "hidden_size": 4096,
+        "num_attention_heads": 32,
+        "num_hidden_layers": 36,
+        "num_key_value_heads": 8,
+        "head_dim": 128,
+        "max_position_embeddings": 40960,
+        "use_sliding_window": False,
+        "sliding_window": None,
+        "max_window_layers": 36,
+    }
+    spec = ModelSpec.load("Qwen3-8B")
+    assert spec == model_spec_from_config(config, name="Qwen3-8B")
+    assert kinds(spec) == [F] * 36
+    assert shapes(spec) == {(8, 128)}
 
 
 PATTERNS = [

@@ -79,6 +79,7 @@ _FAMILY_FIELDS: dict[str, Mapping[str, object]] = {
     "vaultgemma": {**_WINDOWED, "head_dim": 16, "query_pre_attn_scalar": 16},
 }
 FAMILIES: tuple[str, ...] = tuple(sorted(_FAMILY_FIELDS))
+WINDOWED_FAMILIES = frozenset(family for family in FAMILIES if "sliding_window" in _FAMILY_FIELDS[family])
 
 
 def make_tiny(
