@@ -24,6 +24,7 @@ class ParityRun:
     stats: EngineStats
     verification: Verification
     max_logit_difference: float
+    rounding: float  # what the dtype alone changes in Hugging Face's logits, against float32
 
 
 def tiny_engine(folder: Path, dtype: str, config: EngineConfig, backend=None) -> tuple[torch.nn.Module, Engine]:
@@ -50,18 +51,21 @@ def run_parity(family: str, folder: Path, dtype: str, config: EngineConfig, **fi
     engine.sampler.sample = recording_sample
     outputs = [o.token_ids for o in engine.generate(prompts, SamplingParams(max_new_tokens=MAX_NEW_TOKENS))]
     verification = verify_greedy(model, prompts, outputs, StopRules([MAX_NEW_TOKENS] * len(prompts)))
-    difference = max(
-        _logit_difference(model, prompt, output, {n: row for (r, n), row in logits.items() if r == request})
-        for request, (prompt, output) in enumerate(zip(prompts, outputs, strict=True))
-    )
+    exact = AutoModelForCausalLM.from_pretrained(folder / family, dtype=torch.float32)
+    difference = rounding = 0.0
+    for request, (prompt, output) in enumerate(zip(prompts, outputs, strict=True)):
+        theirs = _plain_logits(model, prompt, output)
+        ours = torch.stack([logits[request, len(prompt) + n] for n in range(len(output))])
+        difference = max(difference, float((ours - theirs).abs().max()))
+        rounding = max(rounding, float((theirs - _plain_logits(exact, prompt, output)).abs().max()))
     engine.manager.check()
     assert engine.manager.pool.num_held.sum() == 0
-    return ParityRun(outputs, engine.stats, verification, difference)
+    return ParityRun(outputs, engine.stats, verification, difference, rounding)
 
 
 @torch.inference_mode()
-def _logit_difference(model, prompt: list[int], output: list[int], ours: dict[int, torch.Tensor]) -> float:
-    """Largest difference between our logits and those of one plain forward pass over prompt and output."""
+def _plain_logits(model, prompt: list[int], output: list[int]) -> torch.Tensor:
+    """Logits that chose each output token, from one plain forward pass over prompt and output."""
     model.set_attn_implementation("eager")
-    theirs = model(input_ids=torch.tensor([prompt + output[:-1]]), use_cache=False).logits[0].float()
-    return max(float((row - theirs[num_tokens - 1]).abs().max()) for num_tokens, row in ours.items())
+    result = model(input_ids=torch.tensor([prompt + output[:-1]]), use_cache=False)
+    return result.logits[0, len(prompt) - 1 :].float()

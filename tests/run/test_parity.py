@@ -9,8 +9,10 @@ from tests.run.tiny_models import FAMILIES, WINDOWED_FAMILIES
 MEMORY = 2**22
 BUDGETS = (1, 7, 16, 64)
 WINDOWS = (8, 12, 17, 24)
-FP32_TOLERANCE = 1e-3  # logits reach 40; both sides differ in the order of additions only
-# Logits reach 40, where a bfloat16 step is 0.25; six layers of rounding and a few steps at the end add up.
+FP32_TOLERANCE = (
+    5e-3  # logits reach 20; both sides differ in the order of additions only, which sharp softmaxes amplify
+)
+# In units of what bfloat16 itself changes in Hugging Face's logits: both sides round, each in its own order.
 BF16_TOLERANCE = 2.0
 # With every expert active a rounding error cannot change the route, which would change the logits at will.
 ALL_EXPERTS = {
@@ -82,8 +84,8 @@ def test_every_family_stays_within_tolerance_in_bf16(family, budget, tmp_path):
 def _check_bf16(family, folder, config):
     run = run_parity(family, folder, "bfloat16", config, fields=_fields(family) | ALL_EXPERTS.get(family, {}))
     difference = run.verification.first_difference
-    assert run.max_logit_difference < BF16_TOLERANCE
-    assert difference is None or difference.gap < BF16_TOLERANCE
+    assert run.max_logit_difference < BF16_TOLERANCE * run.rounding
+    assert difference is None or difference.gap < BF16_TOLERANCE * run.rounding
 
 
 @pytest.mark.parametrize("layout", ["slab", "contiguous"])
