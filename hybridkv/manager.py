@@ -21,8 +21,8 @@ from numpy.typing import ArrayLike, NDArray
 from hybridkv.block_pool import BlockPool, slab_shortfall
 from hybridkv.block_table import BlockTable
 from hybridkv.errors import InvalidRequest, InvariantError, NeverFits, OutOfRows
-from hybridkv.planner import CachePlan, GroupPlan
-from hybridkv.retention import end_ordinal, first_needed_token, frees_blocks
+from hybridkv.planner import CachePlan
+from hybridkv.retention import first_needed_token, frees_blocks
 from hybridkv.units import RowId, format_bytes, int_array
 
 
@@ -170,7 +170,7 @@ class CacheManager:
             )
         growth = np.stack(
             [
-                np.maximum(self._end_ordinal(group, targets) - table.num_blocks_per_row[row_ids], 0)
+                np.maximum(group.end_ordinal(targets) - table.num_blocks_per_row[row_ids], 0)
                 for group, table in zip(self.plan.groups, self.tables, strict=True)
             ]
         )
@@ -280,14 +280,9 @@ class CacheManager:
             stale = self.row_states != RowState.RUNNING
             if table.num_blocks_per_row[stale].any():
                 raise InvariantError(f"group {group_id}: a row that does not run holds blocks")
-            reserved = self._end_ordinal(group, self.capacity_tokens)
+            reserved = group.end_ordinal(self.capacity_tokens)
             if (reserved != table.num_blocks_per_row)[self.capacity_tokens > 0].any():
                 raise InvariantError(f"group {group_id}: a row's blocks do not match its capacity")
-
-    def _end_ordinal(self, group: GroupPlan, num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
-        if group.group.is_state:
-            return np.full_like(num_tokens, group.num_parts)
-        return end_ordinal(group.group.lifecycle, num_tokens, group.block_size)
 
     def _lend(self, rows: NDArray[np.int64], growth: NDArray[np.int64]) -> None:
         lent = self.pool.allocate(growth.sum(axis=1))

@@ -15,9 +15,12 @@ from dataclasses import dataclass
 from enum import Enum
 from math import lcm
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hybridkv.errors import SpecError
 from hybridkv.grouping import KVCacheGroup, TensorPlacement, group_layers
-from hybridkv.retention import max_live_blocks
+from hybridkv.retention import end_ordinal, max_live_blocks
 from hybridkv.specs import ModelSpec
 from hybridkv.units import INT32_MAX, cdiv, format_bytes, round_up
 
@@ -91,6 +94,12 @@ class GroupPlan:
     def padding_fraction(self) -> float:
         """Part of a slab that holds no payload."""
         return 1 - self.payload_bytes_per_block / self.block_stride_bytes
+
+    def end_ordinal(self, num_tokens: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return per row the ordinal after the last block that `num_tokens` tokens need in this group."""
+        if self.group.is_state:
+            return np.full_like(num_tokens, self.num_parts)
+        return end_ordinal(self.group.lifecycle, num_tokens, self.block_size)
 
     def max_blocks(self, num_tokens: int, max_in_flight: int) -> int:
         """Most blocks a sequence of `num_tokens` tokens ever holds in this group."""
@@ -171,9 +180,7 @@ def plan_cache(
                 f"hold int32 ids up to {INT32_MAX}; use a larger block_size than {size} or at most "
                 f"{format_bytes(INT32_MAX // blocks_per_slab * slab_bytes)}"
             )
-        width = (
-            1 if group.is_state else max_live_blocks(group.lifecycle, size, limits.max_model_len, limits.max_in_flight)
-        )
+        width = max_live_blocks(group.lifecycle, size, limits.max_model_len, limits.max_in_flight)
         plans.append(
             GroupPlan(
                 group,

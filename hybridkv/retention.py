@@ -40,8 +40,7 @@ def frees_blocks(lifecycle: Lifecycle) -> bool:
 def end_ordinal(lifecycle: Lifecycle, num_tokens: NDArray[np.int64], block_size: int) -> NDArray[np.int64]:
     """Return per row the ordinal after the last block that `num_tokens` tokens need.
 
-    A state's row has one block per part, with `block_size` 1 and the part as ordinal, so its caller passes the number
-    of parts for `num_tokens`.
+    Not for states: their rows have one block a part, whatever the tokens.
     """
     if isinstance(lifecycle, CrossAttention):
         return np.full_like(num_tokens, cdiv(lifecycle.max_source_tokens, block_size))

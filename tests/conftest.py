@@ -1,10 +1,15 @@
 """Without a GPU the kernels run in Triton's interpreter, which has to be chosen before any kernel is imported."""
 
-import importlib.util
 import os
 
-if importlib.util.find_spec("torch") is not None:
-    import torch
+import pytest
+import torch
 
-    if not torch.cuda.is_available():
-        os.environ["TRITON_INTERPRET"] = "1"
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+@pytest.fixture
+def device() -> torch.device:
+    """Return the device on which the kernels of this run work."""
+    return torch.device("cuda" if torch.cuda.is_available() else "cpu")
