@@ -12,10 +12,11 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hybridkv.errors import SpecError
+from hybridkv.hf_config.caches import kv_cache
 from hybridkv.hf_config.fields import ConfigFields
 from hybridkv.hf_config.options import CacheOptions
 from hybridkv.hf_config.overrides import layer_overrides
-from hybridkv.specs import CacheTensor, FullAttention, LayerCache, LayerSpec, Lifecycle, SlidingWindow
+from hybridkv.specs import FullAttention, LayerSpec, Lifecycle, SlidingWindow
 
 LayerKind = Literal["full_attention", "sliding_attention"]
 FULL: LayerKind = "full_attention"
@@ -135,21 +136,10 @@ def decoder(
                 raise _slides_without_window(fields, own, layer)
             lifecycle = SlidingWindow(window=tokens)
         num_kv_heads, head_dim = _geometry(fields, own, defaults)
-        layers.append(LayerSpec(layer=layer, caches=(_kv_cache(lifecycle, num_kv_heads, head_dim, options),)))
+        layers.append(LayerSpec(layer=layer, caches=(kv_cache(lifecycle, num_kv_heads, head_dim, options),)))
     if kinds is None:
         _check_agrees(fields, defaults, layers)
     return Decoder(fields.integer("max_position_embeddings", defaults.max_position_embeddings), tuple(layers))
-
-
-def _kv_cache(lifecycle: Lifecycle, num_kv_heads: int, head_dim: int, options: CacheOptions) -> LayerCache:
-    shape = (num_kv_heads, head_dim)
-    return LayerCache(
-        lifecycle=lifecycle,
-        tensors=(
-            CacheTensor(name="k", shape=shape, dtype=options.kv_dtype),
-            CacheTensor(name="v", shape=shape, dtype=options.kv_dtype),
-        ),
-    )
 
 
 def _geometry(fields: ConfigFields, own: ConfigFields | None, defaults: Defaults) -> tuple[int, int]:
