@@ -14,7 +14,7 @@ from typing import Literal
 
 from hybridkv._torch import allocate_zeros, torch
 from hybridkv.grouping import TensorPlacement
-from hybridkv.planner import CachePlan, GroupPlan
+from hybridkv.plan import CachePlan, GroupPlan
 from hybridkv.specs import DTYPE_BYTES
 
 ArenaLayout = Literal["slab", "contiguous"]

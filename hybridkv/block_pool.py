@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.errors import InvariantError, OutOfBlocks
-from hybridkv.planner import CachePlan
+from hybridkv.plan import CachePlan
 
 _NO_GROUP = -1
 
@@ -33,7 +33,7 @@ class BlockPool:
         self._held_in_slab = np.zeros(plan.num_slabs, dtype=np.int32)
         # A stack: the slab on top is lent next, slab 0 is not in it.
         self._free_slabs = np.arange(plan.num_slabs - 1, 0, -1, dtype=np.int64)
-        self.num_free_slabs = plan.num_slabs - 1
+        self.num_free_slabs = plan.num_usable_slabs
         self.num_held = np.zeros(len(plan.groups), dtype=np.int64)
         self.peak_held = np.zeros(len(plan.groups), dtype=np.int64)
         self._num_slabs_of = np.zeros(len(plan.groups), dtype=np.int64)
@@ -53,11 +53,18 @@ class BlockPool:
 
         Shapes: num_blocks [num_groups, ...]; returns [...]
         """
+        total: NDArray[np.int64] = self.slabs_needed_by_group(num_blocks).sum(axis=0)
+        return total
+
+    def slabs_needed_by_group(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many free slabs each group takes for requests for blocks.
+
+        Shapes: num_blocks and result [num_groups, ...]
+        """
         shape = (-1,) + (1,) * (num_blocks.ndim - 1)
         missing = np.maximum(num_blocks - self.num_free_in_own_slabs().reshape(shape), 0)
         slabs: NDArray[np.int64] = -(-missing // self.blocks_per_slab.reshape(shape))
-        total: NDArray[np.int64] = slabs.sum(axis=0)
-        return total
+        return slabs
 
     def shortfall(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
         """Return the blocks that cannot be lent now when groups are served in order.
@@ -118,8 +125,8 @@ class BlockPool:
             return 0
         self.num_held[group] -= freed.size
         slabs = freed.astype(np.int64) // self.blocks_per_slab[group]
-        np.subtract.at(self._held_in_slab, slabs, 1)
         touched = np.unique(slabs)
+        self._count_held(group, touched)
         empty = touched[self._held_in_slab[touched] == 0]
         self.slab_owner[empty] = _NO_GROUP
         self._free_slabs[self.num_free_slabs : self.num_free_slabs + empty.size] = empty
@@ -150,28 +157,32 @@ class BlockPool:
     def _take_back(self, lent: Sequence[NDArray[np.int32]]) -> None:
         for group, ids in enumerate(lent):
             self.ref_counts[group][ids] = 0
-            np.subtract.at(self._held_in_slab, ids // self.blocks_per_slab[group], 1)
+            self._count_held(group, np.unique(ids // self.blocks_per_slab[group]))
 
     def _allocate_in(self, group: int, count: int) -> NDArray[np.int32]:
         if count == 0:
             return np.empty(0, dtype=np.int32)
         per_slab = int(self.blocks_per_slab[group])
         own = self._fullest_slabs_with_room(group, per_slab, count)
-        missing = count - int((per_slab - self._held_in_slab[own]).sum())
-        num_new = -(-max(0, missing) // per_slab)
+        room = (own[:, None] * per_slab + np.arange(per_slab)).reshape(-1)
+        room = room[self.ref_counts[group][room] == 0][:count]
+        num_new = -(-(count - len(room)) // per_slab)
         self.num_free_slabs -= num_new
         new = self._free_slabs[self.num_free_slabs : self.num_free_slabs + num_new][::-1].copy()
         self.slab_owner[new] = group
         self._num_slabs_of[group] += num_new
-        candidates = np.concatenate([own, new])[:, None] * per_slab + np.arange(per_slab)
-        candidates = candidates.reshape(-1)
-        ids = candidates[self.ref_counts[group][candidates] == 0][:count]
+        fresh = (new[:, None] * per_slab + np.arange(per_slab)).reshape(-1)[: count - len(room)]
+        ids = np.concatenate([room, fresh]).astype(np.int32)
         self.ref_counts[group][ids] = 1
-        np.add.at(self._held_in_slab, ids // per_slab, 1)
+        self._count_held(group, own)
+        self._count_held(group, new)
         self.num_held[group] += count
         self.peak_held[group] = max(self.peak_held[group], self.num_held[group])
-        lent: NDArray[np.int32] = ids.astype(np.int32)
-        return lent
+        return ids
+
+    def _count_held(self, group: int, slabs: NDArray[np.int64]) -> None:
+        per_slab = self.ref_counts[group].reshape(-1, self.blocks_per_slab[group])
+        self._held_in_slab[slabs] = np.count_nonzero(per_slab[slabs], axis=1)
 
     def _fullest_slabs_with_room(self, group: int, per_slab: int, count: int) -> NDArray[np.int64]:
         if self._num_slabs_of[group] * per_slab == self.num_held[group]:

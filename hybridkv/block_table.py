@@ -16,12 +16,18 @@ The host array is the authority. Every operation records the words it changed; `
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridkv.planner import SlotMappingMode
-from hybridkv.units import INT32_MAX, cdiv
+from hybridkv.plan import SlotMappingMode
+from hybridkv.units import INT32_MAX, cdiv, round_up
 from hybridkv_kernels.constants import NULL_BLOCK_ID
 
 STRIDE_TOKENS = 128
 _STRIDE_WORDS = 4
+
+
+def row_stride(width: int, block_size: int, mode: SlotMappingMode) -> int:
+    """Return the words between two rows: the width, rounded up to 128 tokens' worth of blocks."""
+    per_128_tokens = max(1, cdiv(STRIDE_TOKENS, block_size))
+    return round_up(width, _STRIDE_WORDS if mode is SlotMappingMode.NONE else max(per_128_tokens, _STRIDE_WORDS))
 
 
 class BlockTable:
@@ -41,9 +47,7 @@ class BlockTable:
             if not 1 <= value <= INT32_MAX:
                 raise ValueError(f"{name}: got {value}, expected 1..{INT32_MAX}")
         self.num_rows, self.width, self.block_size, self.mode = num_rows, width, block_size, mode
-        per_128_tokens = max(1, cdiv(STRIDE_TOKENS, block_size))
-        multiple = _STRIDE_WORDS if mode is SlotMappingMode.NONE else max(per_128_tokens, _STRIDE_WORDS)
-        self.stride = cdiv(width, multiple) * multiple
+        self.stride = row_stride(width, block_size, mode)
         self.words = np.zeros(num_rows * (self.stride + 2), dtype=np.int32)
         self.first_offset = num_rows * self.stride
         self.count_offset = self.first_offset + num_rows

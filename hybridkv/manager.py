@@ -21,7 +21,7 @@ from numpy.typing import ArrayLike, NDArray
 from hybridkv.block_pool import BlockPool, slab_shortfall
 from hybridkv.block_table import BlockTable
 from hybridkv.errors import InvalidRequest, InvariantError, NeverFits, OutOfRows
-from hybridkv.planner import CachePlan
+from hybridkv.plan import CachePlan
 from hybridkv.retention import first_needed_token, frees_blocks
 from hybridkv.units import RowId, format_bytes, int_array
 

@@ -16,8 +16,10 @@ from numpy.typing import ArrayLike, NDArray
 from hybridkv._torch import allocate_zeros, torch
 from hybridkv.batch import BatchGeometry
 from hybridkv.block_table import BlockTable
+from hybridkv.limits import BatchLimits
 from hybridkv.manager import make_block_tables
-from hybridkv.planner import DEFAULT_BLOCK_SIZE, BatchLimits, CachePlan, SlotMappingMode, plan_cache
+from hybridkv.plan import CachePlan, SlotMappingMode
+from hybridkv.planner import DEFAULT_BLOCK_SIZE, plan_cache
 from hybridkv.specs import ModelSpec
 from hybridkv_kernels.constants import PAD_SLOT_ID
 from hybridkv_kernels.slot_mapping import compute_slot_mapping, compute_slot_mapping_numpy

@@ -6,12 +6,21 @@ One pure function per question, over arrays of rows:
              |  dead    |  still needed by the next query   |
 """
 
+from math import ceil, gcd
 from typing import assert_never
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.specs import ChunkedAttention, CrossAttention, FullAttention, Lifecycle, SlidingWindow, State
+from hybridkv.specs import (
+    ChunkedAttention,
+    CrossAttention,
+    FullAttention,
+    Lifecycle,
+    ModelSpec,
+    SlidingWindow,
+    State,
+)
 from hybridkv.units import cdiv
 
 
@@ -32,6 +41,31 @@ def first_needed_token(lifecycle: Lifecycle, num_settled: NDArray[np.int64]) -> 
             assert_never(lifecycle)
 
 
+def num_needed_tokens(lifecycle: Lifecycle, num_tokens: int) -> int:
+    """Return the most tokens that a sequence of `num_tokens` tokens must keep at once, blocks aside; 0 for a state."""
+    match lifecycle:
+        case SlidingWindow():
+            return min(num_tokens, lifecycle.window)
+        case ChunkedAttention():
+            return min(num_tokens, lifecycle.chunk)
+        case CrossAttention():
+            return lifecycle.max_source_tokens
+        case FullAttention():
+            return num_tokens
+        case State():
+            return 0
+        case _:
+            assert_never(lifecycle)
+
+
+def needed_bytes(spec: ModelSpec, num_tokens: int) -> int:
+    """Return the bytes that one sequence of `num_tokens` tokens must keep, whatever the layout."""
+    per_token = sum(
+        cache.bytes_per_token * num_needed_tokens(cache.lifecycle, num_tokens) for _, _, cache in spec.owned_caches()
+    )
+    return ceil(per_token) + sum(cache.bytes_per_sequence for _, _, cache in spec.owned_caches())
+
+
 def frees_blocks(lifecycle: Lifecycle) -> bool:
     """Return whether blocks of a running sequence can become unneeded."""
     return isinstance(lifecycle, SlidingWindow | ChunkedAttention)
@@ -50,14 +84,17 @@ def end_ordinal(lifecycle: Lifecycle, num_tokens: NDArray[np.int64], block_size:
 def max_live_blocks(lifecycle: Lifecycle, block_size: int, max_tokens: int, max_in_flight: int) -> int:
     """Return the most blocks a row of `max_tokens` tokens ever holds.
 
-    `max_in_flight` tokens are scheduled or unsettled at once. The +1 is for a window that starts inside a block.
+    `max_in_flight` tokens are scheduled or unsettled at once. A window or chunk with them spans
+    `W - 1 + max_in_flight` tokens; the +1 is for a span that starts inside a block. A window starts anywhere, a chunk
+    only at multiples of gcd(chunk, block_size).
     """
     whole = cdiv(max_tokens, block_size)
     match lifecycle:
         case SlidingWindow():
-            return min(whole, cdiv(lifecycle.window - 1 + max_in_flight, block_size) + 1)
+            return min(whole, cdiv(lifecycle.window - 2 + max_in_flight, block_size) + 1)
         case ChunkedAttention():
-            return min(whole, cdiv(lifecycle.chunk - 1 + max_in_flight, block_size) + 1)
+            step = gcd(lifecycle.chunk, block_size)
+            return min(whole, cdiv(lifecycle.chunk - 1 + max_in_flight - step, block_size) + 1)
         case CrossAttention():
             return cdiv(lifecycle.max_source_tokens, block_size)
         case FullAttention():

@@ -86,17 +86,31 @@ class CacheTensor(Frozen):
     Shapes:
         per_token:    `shape` is what one token stores, such as `[num_kv_heads, head_dim]`
         per_sequence: `shape` is what one sequence stores, such as `[conv_channels, K-1]`
+
+    `rotary_elements` are the last elements of a latent, which carry rotary positions: an 8-bit cache keeps them apart.
     """
 
     fixes: ClassVar[dict[str, str]] = {
         "shape": "give at least one dimension, each at least 1",
         "tokens_per_entry": "1 stores every token, n one entry for n tokens",
+        "rotary_elements": "leave it out for a tensor without rotary elements",
     }
     name: Annotated[str, Field(min_length=1)]
     kind: Literal["per_token", "per_sequence"] = "per_token"
     shape: Annotated[tuple[PositiveInt, ...], Field(min_length=1, strict=False)]
     dtype: Dtype
     tokens_per_entry: PositiveInt = 1
+    rotary_elements: PositiveInt | None = None
+
+    @model_validator(mode="after")
+    def _check_rotary(self) -> "CacheTensor":
+        if self.rotary_elements is not None and self.rotary_elements >= self.shape[-1]:
+            fail(
+                "rotary_elements",
+                f"got {self.rotary_elements}, the entry has {self.shape[-1]} elements",
+                "give the rotary ones alone",
+            )
+        return self
 
     @property
     def entry_bytes(self) -> int:

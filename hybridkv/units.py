@@ -12,6 +12,7 @@ from hybridkv.errors import SpecError
 RowId = NewType("RowId", int)
 
 INT32_MAX = 2**31 - 1
+INT64_MAX = 2**63 - 1
 _BYTE_UNITS = {"": 1, "b": 1} | {
     f"{prefix}{suffix}": base**power
     for power, prefix in enumerate("kmgt", start=1)

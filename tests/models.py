@@ -7,7 +7,9 @@ from dataclasses import is_dataclass
 
 import numpy as np
 
-from hybridkv.planner import BatchLimits, CachePlan, plan_cache
+from hybridkv.limits import BatchLimits
+from hybridkv.plan import CachePlan
+from hybridkv.planner import plan_cache
 from hybridkv.specs import (
     CacheTensor,
     ChunkedAttention,

@@ -44,7 +44,9 @@ def world_spec(num_groups: int) -> ModelSpec:
     for group in range(num_groups):
         lifecycle = LIFECYCLES[group]
         kind = "per_sequence" if lifecycle.kind == "state" else "per_token"
-        tensor = CacheTensor(name="stamp", kind=kind, shape=(1, 4), dtype="float32")
+        # A state as large as a block of tokens, so that the planner splits the two states over their layers.
+        shape = (16, 4) if kind == "per_sequence" else (1, 4)
+        tensor = CacheTensor(name="stamp", kind=kind, shape=shape, dtype="float32")
         cache = LayerCache(lifecycle=lifecycle, tensors=(tensor,))
         layers += [LayerSpec(layer=2 * group + i, caches=(cache,)) for i in range(2)]
     return ModelSpec(name="world", model_type="world", layers=tuple(layers))
@@ -61,6 +63,7 @@ class World:
         self.arena = Arena(self.plan, layout=layout)
         self.manager = CacheManager(self.plan)
         self.tables = MultiGroupBlockTable.from_plan(self.plan, tables=self.manager.tables)
+        self._parts = {tensor.layer: tensor.part for group in self.plan.groups for tensor in group.tensors}
         self.rows: dict[int, int] = {}
         self.preempted: set[int] = set()
         self.num_requests = 0
@@ -138,7 +141,7 @@ class World:
             group_id = group.group.group_id
             for cache in group.group.caches:
                 if group.group.is_state:
-                    blocks = self.tables.block_table_cpu(group_id)[rows, 0]
+                    blocks = self.tables.block_table_cpu(group_id)[rows, self._parts[cache.layer]]
                     stamps = self._stamps(np.array(requests), group_id, cache.layer, before + amounts)
                     self._write_states(cache.layer, blocks, stamps)
                 else:
@@ -162,8 +165,8 @@ class World:
             for cache in group.group.caches:
                 view = self.arena.view(cache.layer, "stamp")
                 if group.group.is_state:
-                    block = int(self.tables.block_table_cpu(group_id)[row, 0])
-                    found = view[block].numpy().reshape(1, 4)
+                    block = int(self.tables.block_table_cpu(group_id)[row, self._parts[cache.layer]])
+                    found = view[block].numpy()[:1]
                     expected = self._stamps(np.array([request]), group_id, cache.layer, np.array([computed]))
                 else:
                     live = positions >= first

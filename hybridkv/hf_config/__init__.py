@@ -1,16 +1,16 @@
 """Layer specs from the config.json of a Hugging Face checkpoint.
 
-Reads plain JSON, imports no transformers. What a config does not say is taken from the family's config class; what no
-family explains is refused, never guessed.
+Reads plain JSON, imports no transformers. What a config does not say is taken from the family's config class. A family
+without a reader is read where its fields leave one reading only; what they leave open is refused, never guessed.
 """
 
 from collections.abc import Mapping
 
 from hybridkv.errors import SpecError
 from hybridkv.hf_config.fields import ConfigFields
-from hybridkv.hf_config.options import DEFAULT_OPTIONS, CacheOptions
 from hybridkv.hf_config.reader import read_config
 from hybridkv.hf_config.registry import FAMILIES, WRAPPERS, find_family
+from hybridkv.options import DEFAULT_OPTIONS, CacheOptions, apply_options
 from hybridkv.spec_base import short_repr
 from hybridkv.specs import ModelSpec
 
@@ -24,16 +24,18 @@ def model_spec_from_config(
 
     The spec's `model_type` is the text part's. A config that transformers saved again gives an equal spec.
 
-    Raises: SpecError for a wrong value, in one line: field, value, rule, fix; UnsupportedModel for a model_type
-        without a reader.
+    Raises: SpecError for a wrong value, in one line: field, value, rule, fix; UnsupportedModel for what no rule
+        explains.
     """
     if not isinstance(name, str) or not name:
         raise SpecError(f"name: got {short_repr(name)}, must be a non-empty string; name the model")
     if not isinstance(config, Mapping):
         raise SpecError(f"config of {name!r}: got {short_repr(config)}, must be an object; pass read_config(...)")
-    model_type, read_family, fields = find_family(ConfigFields(f"config of {name!r}: ", config))
-    decoder = read_family(fields, options)
-    return ModelSpec(name=name, model_type=model_type, max_model_len=decoder.max_model_len, layers=decoder.layers)
+    top = ConfigFields(f"config of {name!r}: ", config, max_source_tokens=options.max_source_tokens)
+    model_type, read_family, fields = find_family(top)
+    decoder = read_family(fields)
+    spec = ModelSpec(name=name, model_type=model_type, max_model_len=decoder.max_model_len, layers=decoder.layers)
+    return apply_options(spec, options)
 
 
 def known_families() -> list[str]:

@@ -13,7 +13,6 @@ from hybridkv.hf_config.attention import (
     window,
 )
 from hybridkv.hf_config.fields import ConfigFields
-from hybridkv.hf_config.options import CacheOptions
 from hybridkv.hf_config.patterns import check_pattern, int_pattern
 
 EXAONE4 = Defaults(
@@ -28,7 +27,7 @@ EXAONE4 = Defaults(
 _PATTERN = "sliding_window_pattern"
 
 
-def exaone4(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def exaone4(fields: ConfigFields) -> Decoder:
     """EXAONE 4: `sliding_window_pattern` layers a period, or letters: L slides, G is full.
 
     Without a window or with a null pattern all layers are full.
@@ -42,7 +41,7 @@ def exaone4(fields: ConfigFields, options: CacheOptions) -> Decoder:
     else:
         pattern = int_pattern(fields, EXAONE4, count, default_period=4)
     kinds = layer_kinds(fields, EXAONE4, tokens, pattern)
-    return decoder(fields, options, EXAONE4, window_tokens=tokens, kinds=kinds)
+    return decoder(fields, EXAONE4, window_tokens=tokens, kinds=kinds)
 
 
 def _letters(fields: ConfigFields, count: int) -> tuple[LayerKind, ...]:

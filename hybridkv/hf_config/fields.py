@@ -16,11 +16,14 @@ from hybridkv.spec_base import short_repr
 class ConfigFields:
     """The fields of one JSON object.
 
-    `where` is the path that precedes a field's name in errors: `"config of 'x': text_config."`.
+    `where` is the path that precedes a field's name in errors: `"config of 'x': text_config."`; `parent` is the config
+    that nests this one; `max_source_tokens` is what the caller says about cross attention where the config is silent.
     """
 
     where: str
     values: Mapping[str, object] = field(repr=False)
+    parent: "ConfigFields | None" = field(default=None, repr=False)
+    max_source_tokens: int | None = None
 
     def has(self, name: str) -> bool:
         """Return whether the key is present, `null` included."""
@@ -35,13 +38,12 @@ class ConfigFields:
         got = short_repr(_json_words(self.values[name])) if name in self.values else "nothing"
         return SpecError(f"{self.where}{name}: got {got}, {rule}; {fix}")
 
-    def integer(self, name: str, default: int, *, at_least: int = 1) -> int:
-        """Return an integer field, the default for a missing key; `null` is an error."""
+    def integer(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
+        """Return an integer field, the default for a missing key; `null` is an error, as is a missing default."""
         value = self.values.get(name, default)
         if not _is_integer(value) or value < at_least:
-            raise self.error(
-                name, f"must be an integer of at least {at_least}", f"correct it, or remove it for {default}"
-            )
+            fix = "give it" if default is None else f"correct it, or remove it for {default}"
+            raise self.error(name, f"must be an integer of at least {at_least}", fix)
         return value
 
     def optional_integer(self, name: str, default: int | None, *, null_means: str) -> int | None:
@@ -76,12 +78,32 @@ class ConfigFields:
             raise self.error(name, "must be a list", "give one entry per layer, or remove it")
         return list(value)
 
+    def layer_indices(self, name: str, num_layers: int, *, first: int = 0) -> frozenset[int] | None:
+        """Return a list of layers as indices from 0, None for `null` or a missing key.
+
+        `first` is the number the list gives to layer 0.
+
+        Raises: SpecError for an entry that is no layer, comes twice, or shows that the list counts from elsewhere.
+        """
+        entries = self.optional_list(name)
+        if entries is None:
+            return None
+        last = first + num_layers - 1
+        for entry in entries:
+            if not _is_integer(entry) or not first <= entry <= last:
+                rule = f"entry {entry!r:.60} must be a layer {first}..{last}: this list counts from {first}"
+                raise self.error(name, rule, "correct the entry, or renumber the list")
+        indices = frozenset(entry - first for entry in entries if _is_integer(entry))
+        if len(indices) < len(entries):
+            raise self.error(name, "has an entry twice", "list each layer once")
+        return indices
+
     def child(self, name: str) -> "ConfigFields":
         """Return the fields of a nested object."""
         value = self.values.get(name)
         if not isinstance(value, Mapping):
             raise self.error(name, "must be an object", f"give the nested config under {name!r}")
-        return ConfigFields(f"{self.where}{name}.", value)
+        return ConfigFields(f"{self.where}{name}.", value, self, self.max_source_tokens)
 
 
 def _is_integer(value: object) -> TypeGuard[int]:

@@ -2,7 +2,6 @@
 
 from hybridkv.hf_config.attention import Decoder, Defaults, decoder, layer_kinds, num_layers, window
 from hybridkv.hf_config.fields import ConfigFields
-from hybridkv.hf_config.options import CacheOptions
 from hybridkv.hf_config.patterns import int_pattern, last_of_period_full
 
 GEMMA2 = Defaults(
@@ -27,26 +26,24 @@ GEMMA3 = Defaults(
 )
 
 
-def gemma2(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def gemma2(fields: ConfigFields) -> Decoder:
     """Gemma 2, VaultGemma: even layers slide."""
     tokens = window(fields, GEMMA2)
     kinds = layer_kinds(fields, GEMMA2, tokens, last_of_period_full(num_layers(fields, GEMMA2), 2))
-    return decoder(fields, options, GEMMA2, window_tokens=tokens, kinds=kinds)
+    return decoder(fields, GEMMA2, window_tokens=tokens, kinds=kinds)
 
 
-def gemma3_text(fields: ConfigFields, options: CacheOptions) -> Decoder:
-    """Gemma 3: five layers slide, one is full; the layers after the last whole six slide.
-
-    Bidirectional attention (embedding models) looks both ways, so half the window lies behind the current token.
-    """
+def gemma3_text(fields: ConfigFields) -> Decoder:
+    """Gemma 3: five layers slide, one is full; the layers after the last whole six slide."""
     tokens = window(fields, GEMMA3)
-    if tokens is not None and _is_bidirectional(fields):
-        tokens = tokens // 2 + 1
+    name = "use_bidirectional_attention"
+    if tokens is not None and fields.raw(name) is not None and fields.flag(name, False):
+        tokens = half_window(tokens)
     pattern = int_pattern(fields, GEMMA3, num_layers(fields, GEMMA3), default_period=6)
     kinds = layer_kinds(fields, GEMMA3, tokens, pattern)
-    return decoder(fields, options, GEMMA3, window_tokens=tokens, kinds=kinds)
+    return decoder(fields, GEMMA3, window_tokens=tokens, kinds=kinds)
 
 
-def _is_bidirectional(fields: ConfigFields) -> bool:
-    name = "use_bidirectional_attention"
-    return fields.raw(name) is not None and fields.flag(name, False)
+def half_window(tokens: int) -> int:
+    """Bidirectional attention (embedding models) looks both ways: half the window lies behind the current token."""
+    return tokens // 2 + 1

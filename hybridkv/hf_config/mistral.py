@@ -2,7 +2,6 @@
 
 from hybridkv.hf_config.attention import SLIDING, Decoder, Defaults, decoder, layer_kinds, num_layers, window
 from hybridkv.hf_config.fields import ConfigFields
-from hybridkv.hf_config.options import CacheOptions
 
 MISTRAL = Defaults(
     hidden_size=4096,
@@ -44,37 +43,37 @@ STARCODER2 = Defaults(
 )
 
 
-def mistral(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def mistral(fields: ConfigFields) -> Decoder:
     """Mistral: all layers slide unless the window is null; a missing window means 4096."""
-    return _one_window(fields, options, MISTRAL)
+    return _one_window(fields, MISTRAL)
 
 
-def ministral(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def ministral(fields: ConfigFields) -> Decoder:
     """Ministral: Mistral with `layer_types`."""
     tokens = window(fields, MISTRAL)
     kinds = layer_kinds(fields, MISTRAL, tokens, (SLIDING,) * num_layers(fields, MISTRAL))
-    return decoder(fields, options, MISTRAL, window_tokens=tokens, kinds=kinds)
+    return decoder(fields, MISTRAL, window_tokens=tokens, kinds=kinds)
 
 
-def ministral3(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def ministral3(fields: ConfigFields) -> Decoder:
     """Ministral 3: no window by default, head_dim 128 whatever the hidden size."""
-    return _one_window(fields, options, MINISTRAL3)
+    return _one_window(fields, MINISTRAL3)
 
 
-def mixtral(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def mixtral(fields: ConfigFields) -> Decoder:
     """Mixtral, Phi-3.5-MoE: Mistral without a window by default."""
-    return _one_window(fields, options, MIXTRAL)
+    return _one_window(fields, MIXTRAL)
 
 
-def phi3(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def phi3(fields: ConfigFields) -> Decoder:
     """Phi-3, Phi-4-mini: all layers slide, with a window that may exceed the longest context."""
-    return _one_window(fields, options, PHI3)
+    return _one_window(fields, PHI3)
 
 
-def starcoder2(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def starcoder2(fields: ConfigFields) -> Decoder:
     """StarCoder2: all layers slide if there is a window."""
-    return _one_window(fields, options, STARCODER2)
+    return _one_window(fields, STARCODER2)
 
 
-def _one_window(fields: ConfigFields, options: CacheOptions, defaults: Defaults) -> Decoder:
-    return decoder(fields, options, defaults, window_tokens=window(fields, defaults), kinds=None)
+def _one_window(fields: ConfigFields, defaults: Defaults) -> Decoder:
+    return decoder(fields, defaults, window_tokens=window(fields, defaults), kinds=None)

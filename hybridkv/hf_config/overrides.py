@@ -38,5 +38,3 @@ def _check(own: ConfigFields, fields: ConfigFields) -> None:
     for name in ("num_attention_heads", "hidden_size"):
         if own.has(name) and derives_head_dim:
             raise own.error(name, "leaves head_dim of this layer open", "give head_dim")
-    if own.raw("attention_chunk_size") is not None:
-        raise own.error("attention_chunk_size", "this family has no chunked attention", "remove it")

@@ -1,4 +1,4 @@
-"""Periodic patterns of full layers among sliding ones."""
+"""Patterns of layer kinds, and the lists that say them."""
 
 from hybridkv.hf_config.attention import FULL, SLIDING, Defaults, LayerKind, explicit_kinds
 from hybridkv.hf_config.fields import ConfigFields
@@ -42,3 +42,15 @@ def check_pattern(
                 f"contradicts layer_types: layer {layer} would be {stated!r}, layer_types says {listed!r}",
                 "remove the wrong one",
             )
+
+
+def layer_marks(
+    fields: ConfigFields, name: str, count: int, *, empty_is_missing: bool = False
+) -> tuple[bool, ...] | None:
+    """Return for each layer whether a list marks it 1, not 0; None where the list is missing or null."""
+    marks = fields.optional_list(name)
+    if marks is None or (empty_is_missing and not marks):
+        return None
+    if len(marks) != count or any(type(mark) is not int or mark not in (0, 1) for mark in marks):
+        raise fields.error(name, f"must be {count} (num_hidden_layers) entries of 0 or 1", "correct the list")
+    return tuple(mark == 1 for mark in marks)

@@ -4,7 +4,6 @@ from collections.abc import Sequence
 
 from hybridkv.hf_config.attention import Decoder, Defaults, LayerKind, decoder, layer_kinds, num_layers, window
 from hybridkv.hf_config.fields import ConfigFields
-from hybridkv.hf_config.options import CacheOptions
 from hybridkv.hf_config.patterns import first_of_period_full, int_pattern, last_of_period_full
 
 GPT_OSS = Defaults(
@@ -51,33 +50,33 @@ GRANITE_SWA = Defaults(
 )
 
 
-def gpt_oss(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def gpt_oss(fields: ConfigFields) -> Decoder:
     """gpt-oss: even layers slide; its attention sinks are weights, not cache."""
-    return _periodic(fields, options, GPT_OSS, last_of_period_full(num_layers(fields, GPT_OSS), 2))
+    return _periodic(fields, GPT_OSS, last_of_period_full(num_layers(fields, GPT_OSS), 2))
 
 
-def olmo3(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def olmo3(fields: ConfigFields) -> Decoder:
     """OLMo 3: three layers slide, the fourth is full."""
-    return _periodic(fields, options, OLMO3, last_of_period_full(num_layers(fields, OLMO3), 4))
+    return _periodic(fields, OLMO3, last_of_period_full(num_layers(fields, OLMO3), 4))
 
 
-def cwm(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def cwm(fields: ConfigFields) -> Decoder:
     """Code World Model: layers 0, 4, 8, ... are full."""
-    return _periodic(fields, options, CWM, first_of_period_full(num_layers(fields, CWM), 4))
+    return _periodic(fields, CWM, first_of_period_full(num_layers(fields, CWM), 4))
 
 
-def granite_swa(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def granite_swa(fields: ConfigFields) -> Decoder:
     """Granite with sliding windows: layers 0, 4, 8, ... are full."""
-    return _periodic(fields, options, GRANITE_SWA, first_of_period_full(num_layers(fields, GRANITE_SWA), 4))
+    return _periodic(fields, GRANITE_SWA, first_of_period_full(num_layers(fields, GRANITE_SWA), 4))
 
 
-def cohere2(fields: ConfigFields, options: CacheOptions) -> Decoder:
+def cohere2(fields: ConfigFields) -> Decoder:
     """Command R7B: `sliding_window_pattern` layers a period."""
     pattern = int_pattern(fields, COHERE2, num_layers(fields, COHERE2), default_period=4)
-    return _periodic(fields, options, COHERE2, pattern)
+    return _periodic(fields, COHERE2, pattern)
 
 
-def _periodic(fields: ConfigFields, options: CacheOptions, defaults: Defaults, pattern: Sequence[LayerKind]) -> Decoder:
+def _periodic(fields: ConfigFields, defaults: Defaults, pattern: Sequence[LayerKind]) -> Decoder:
     tokens = window(fields, defaults)
     kinds = layer_kinds(fields, defaults, tokens, pattern)
-    return decoder(fields, options, defaults, window_tokens=tokens, kinds=kinds)
+    return decoder(fields, defaults, window_tokens=tokens, kinds=kinds)

@@ -13,9 +13,10 @@ from hybridkv.arena import Arena, ArenaLayout
 from hybridkv.attention import AttentionBackend, GroupBatch, TorchBackend, TritonBackend
 from hybridkv.batch import BatchGeometry
 from hybridkv.errors import InvalidRequest
+from hybridkv.limits import BatchLimits
 from hybridkv.manager import CacheManager
 from hybridkv.multi_group import MultiGroupBlockTable
-from hybridkv.planner import BatchLimits, plan_cache
+from hybridkv.planner import plan_cache
 from hybridkv.runner.gemma import AttentionModel, LayerCaches
 from hybridkv.runner.sampler import Sampler
 from hybridkv.runner.scheduler import ScheduledBatch, Scheduler

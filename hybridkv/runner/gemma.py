@@ -14,7 +14,7 @@ from hybridkv.arena import Arena
 from hybridkv.attention import AttentionBackend, GroupBatch, LayerParams, PreparedAttention
 from hybridkv.batch import BatchGeometry
 from hybridkv.errors import UnsupportedModel
-from hybridkv.planner import CachePlan
+from hybridkv.plan import CachePlan
 from hybridkv.runner.projection import tall_projection
 
 ATTENTION_NAME = "hybridkv"

@@ -10,7 +10,7 @@ import torch
 from hybridkv.arena import Arena
 from hybridkv.block_pool import BlockPool
 from hybridkv.grouping import TensorPlacement
-from hybridkv.planner import CachePlan
+from hybridkv.plan import CachePlan
 from tests.models import chunked_and_full, encoder_decoder, gemma_like, mixed_dtypes, plan_slabs, state_and_attention
 
 SPECS = {

@@ -338,7 +338,7 @@ def test_rows_are_tiled_once_with_little_padding(device: torch.device) -> None:
 def test_the_ring_wraps_in_these_cases(device: torch.device) -> None:
     """The window cases hold ordinals beyond the table's width, so that the modulus is tested."""
     step = Step(CASES["window"], "NHD", device)
-    assert step.batch.block_table.shape[1] == 5
+    assert step.batch.block_table.shape[1] == 4
     assert int(step.tables.tables[0].num_blocks_per_row.max()) == 10
 
 

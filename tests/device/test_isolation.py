@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from hybridkv import HybridKVError
 from hybridkv.block_table import BlockTable
 from hybridkv.multi_group import MultiGroupBlockTable
-from hybridkv.planner import SlotMappingMode
+from hybridkv.plan import SlotMappingMode
 from tests.world import MAX_GROWTH, World, random_walk
 
 GROWTH = st.integers(1, MAX_GROWTH)

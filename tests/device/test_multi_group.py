@@ -15,7 +15,7 @@ from hybridkv.block_table import BlockTable
 from hybridkv.errors import SpecError
 from hybridkv.manager import CacheManager
 from hybridkv.multi_group import MultiGroupBlockTable
-from hybridkv.planner import SlotMappingMode
+from hybridkv.plan import SlotMappingMode
 from hybridkv_kernels.slot_mapping import check_slot_mapping, compute_slot_mapping_reference
 from tests.models import chunked_and_full, gemma_like, limits, plan_slabs, snapshot, state_and_attention
 

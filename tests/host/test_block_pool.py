@@ -203,7 +203,7 @@ def test_the_kth_groups_failure_leaves_everything_as_it_was(
 ) -> None:
     """Whichever group's allocation fails, blocks, slabs, their order, counts and peaks are those of before."""
     spec = model(kv_cache(SlidingWindow(window=8), 2), kv_cache(FULL, 3), state_cache())
-    pool = BlockPool(plan_slabs(spec, 9))
+    pool = BlockPool(plan_slabs(spec, 24))
     lent = pool.allocate([2, 2, 1])
     pool.free(0, lent[0][:1])
     pool.allocate([0, 5, 2])

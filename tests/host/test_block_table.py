@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from hybridkv.block_table import BlockTable
-from hybridkv.planner import SlotMappingMode
+from hybridkv.plan import SlotMappingMode
 from tests.models import snapshot
 
 

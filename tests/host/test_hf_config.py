@@ -9,83 +9,86 @@ from pathlib import Path
 import pytest
 
 from hybridkv.hf_config import known_families, model_spec_from_config
-from hybridkv.specs import ModelSpec
+from hybridkv.specs import ModelSpec, known_models
 from tests.config_cases import (
     FACT_NAMES,
+    RESAVED_NAMES,
     ROOT,
     TYPE_NAMES,
+    UNRECORDED,
     Config,
     F,
     S,
-    as_fact,
+    expected_layers,
     facts,
     kinds,
+    layer_as_fact,
     read,
     shapes,
     tiny,
+    totals,
     windows,
 )
 
 
+def test_the_facts_are_all_there() -> None:
+    """67 recorded models, 64 of them saved again by transformers too."""
+    assert (len(FACT_NAMES), len(RESAVED_NAMES)) == (67, 64)
+    assert set(RESAVED_NAMES) < set(FACT_NAMES)
+
+
 @pytest.mark.parametrize("name", FACT_NAMES)
 def test_spec_equals_the_facts(name: str) -> None:
-    """Every layer, the totals and the bytes at three contexts are exactly those of the recorded model."""
+    """Every cache of every layer, the totals and the bytes at three contexts are exactly those of the record."""
     fact = facts(name)
     expected = fact["expected"]
     spec = model_spec_from_config(fact["config"], name=name)
     assert spec.num_layers == expected["num_layers"]
-    by_kind = expected["caches_by_kind"]
-    assert isinstance(by_kind, dict)
-    layers = [[as_fact(cache) for cache in layer.caches] for layer in spec.layers]
-    assert layers == [by_kind[kind] for kind in expected["layers"]]
-    caches = [as_fact(cache) for _, _, cache in spec.owned_caches()]
-    totals = expected["totals"]
-    assert isinstance(totals, dict)
-    assert sum(c["bytes_per_token"] for c in caches if c["kind"] == F) == totals["growing_kv_bytes_per_token"]
-    assert sum(c["bytes_per_token"] for c in caches if c["kind"] == S) == totals["windowed_kv_bytes_per_token"]
-    assert sum(c.get("cap_bytes", 0) for c in caches) == totals["windowed_kv_cap_bytes"]
-    assert {kind: kinds(spec).count(kind) for kind in totals["layer_kind_counts"]} == totals["layer_kind_counts"]
-    for context, num_bytes in totals["bytes_at_context"].items():
-        assert sum(min(int(context), c.get("window", int(context))) * c["bytes_per_token"] for c in caches) == num_bytes
+    assert [layer_as_fact(layer) for layer in spec.layers] == expected_layers(expected)
+    assert totals(spec) == expected["totals"]
 
 
-@pytest.mark.parametrize("name", FACT_NAMES)
-def test_original_resaved_and_shipped_specs_are_equal(name: str) -> None:
-    """A config saved again by transformers, the JSON round trip and the shipped file all give the original's spec."""
-    spec = model_spec_from_config(facts(name)["config"], name=name)
-    assert model_spec_from_config(facts(name, "resaved")["config"], name=name) == spec
-    assert ModelSpec.from_json(spec.to_json()) == spec
+@pytest.mark.parametrize("name", RESAVED_NAMES)
+def test_a_resaved_config_gives_an_equal_spec(name: str) -> None:
+    """A config that transformers saved again gives the original's spec."""
+    original = model_spec_from_config(facts(name)["config"], name=name)
+    assert model_spec_from_config(facts(name, "resaved")["config"], name=name) == original
+
+
+SHIPPED: dict[str, Config] = {name: facts(name)["config"] for name in FACT_NAMES} | UNRECORDED
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_spec_is_what_its_config_gives(name: str) -> None:
+    """The shipped file is the spec's JSON, loads as an equal spec, and has one line per layer."""
+    spec = model_spec_from_config(SHIPPED[name], name=name)
+    text = (ROOT / "model_configs" / f"{name}.json").read_text()
+    assert text == spec.to_json()
     assert ModelSpec.load(name) == spec
+    lines = [json.loads(line.rstrip(",")) for line in text.splitlines() if line.startswith('  {"layer":')]
+    assert [line["layer"] for line in lines] == list(range(spec.num_layers))
 
 
-def test_every_family_is_known_and_gemma_3_270m_is_shipped() -> None:
-    """The registry lists the families, and a shipped model without recorded facts has its published layout."""
-    assert {"llama", "gemma3", "gemma3_text", "mistral3", "gpt_oss"} <= set(known_families())
+def test_the_shipped_specs_are_the_recorded_models_and_two_more() -> None:
+    """The folder holds one JSON per model and nothing else."""
+    assert known_models() == sorted(SHIPPED)
+    assert sorted(path.name for path in (ROOT / "model_configs").iterdir()) == sorted(f"{n}.json" for n in SHIPPED)
+
+
+def test_every_family_of_the_facts_is_known() -> None:
+    """Both the outer and the text model_type of each record have a reader of their own."""
+    configs = [facts(name)["config"] for name in FACT_NAMES]
+    nested = [config["text_config"] for config in configs if "text_config" in config]
+    assert {config["model_type"] for config in [*configs, *nested]} <= set(known_families())
+
+
+def test_gemma_3_270m_has_its_published_layout() -> None:
+    """A shipped model without recorded facts has the layers its report describes."""
     spec = ModelSpec.load("gemma-3-270m")
     assert kinds(spec) == [S, S, S, S, S, F] * 3
     assert set(windows(spec)) == {512, None}
     assert shapes(spec) == {(1, 256)}
     assert spec.max_model_len == 32768
-
-
-def test_qwen3_8b_is_shipped_as_its_config_says() -> None:
-    """The other shipped model without recorded facts is what its published configuration gives."""
-    config = {
-        "model_type": "qwen3",
-        "hidden_size": 4096,
-        "num_attention_heads": 32,
-        "num_hidden_layers": 36,
-        "num_key_value_heads": 8,
-        "head_dim": 128,
-        "max_position_embeddings": 40960,
-        "use_sliding_window": False,
-        "sliding_window": None,
-        "max_window_layers": 36,
-    }
-    spec = ModelSpec.load("Qwen3-8B")
-    assert spec == model_spec_from_config(config, name="Qwen3-8B")
-    assert kinds(spec) == [F] * 36
-    assert shapes(spec) == {(8, 128)}
 
 
 PATTERNS = [
@@ -99,6 +102,7 @@ PATTERNS = [
     (tiny("qwen2", sliding_window=8, max_window_layers=4), [F] * 6),
     (tiny("qwen2", sliding_window=0, use_sliding_window=False), [F] * 6),
     (tiny("qwen2", sliding_window=8, use_sliding_window=True, max_window_layers=4), [F, F, F, F, S, S]),
+    (tiny("qwen2_vl", sliding_window=8, use_sliding_window=True, max_window_layers=4), [F, F, F, F, S, S]),
     (tiny("qwen3", sliding_window=8, use_sliding_window=True, max_window_layers=0), [S] * 6),
     (tiny("gemma2"), [S, F, S, F, S, F]),
     (tiny("gemma2", sliding_window=None), [F] * 6),
@@ -147,12 +151,6 @@ def test_geometry_is_explicit_default_or_derived(config: Config, expected: tuple
     assert shapes(read(config)) == {expected}
 
 
-def test_kv_dtype_is_an_option() -> None:
-    """K and V have the dtype of the options, whatever the checkpoint's dtype."""
-    spec = read(tiny("llama", torch_dtype="float16"), kv_dtype="float32")
-    assert [tensor.dtype for tensor in spec.layers[5].caches[0].tensors] == ["float32", "float32"]
-
-
 def test_bidirectional_gemma_keeps_half_the_window() -> None:
     """With use_bidirectional_attention the window is W//2+1; the even W that is saved again gives the same."""
     assert windows(read(tiny("gemma3_text", sliding_window=512, use_bidirectional_attention=True)))[0] == 257
@@ -180,6 +178,18 @@ def test_a_nested_text_config_is_read_alone() -> None:
         "vision_config": {"head_dim": 3},
     }
     assert read(config) == read(tiny("gemma3_text", sliding_window=8))
+
+
+def test_reading_a_config_loads_neither_torch_nor_transformers() -> None:
+    """In a fresh interpreter, reading every recorded config imports none of the heavy packages."""
+    code = (
+        "import sys; from tests.config_cases import FACT_NAMES, facts, read\n"
+        "for name in FACT_NAMES: read(facts(name)['config'])\n"
+        "print(sorted({'torch', 'transformers', 'triton'} & set(sys.modules)))"
+    )
+    env = os.environ | {"PYTHONPATH": os.pathsep.join([str(ROOT), *sys.path])}
+    result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=env, check=True)
+    assert result.stdout == "[]\n"
 
 
 def test_the_command_prints_the_shipped_spec(tmp_path: Path) -> None:

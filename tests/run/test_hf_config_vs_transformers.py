@@ -1,113 +1,103 @@
 """Claims that hybridkv reads a config as transformers does."""
 
+import json
+
 import pytest
 
 pytest.importorskip("transformers")
 
-from transformers import AutoConfig, PreTrainedConfig
-from transformers.cache_utils import get_layer_types_and_kwargs
+from transformers import CONFIG_MAPPING, PreTrainedConfig
 
 from hybridkv.hf_config import model_spec_from_config
-from hybridkv.hf_config.registry import FAMILIES
-from tests.config_cases import TYPE_NAMES, Config, kinds, windows
+from hybridkv.hf_config.registry import FAMILIES, WRAPPERS
+from hybridkv.specs import ModelSpec
+from tests.config_cases import FACT_NAMES, Config, facts, read
+from tests.run import attention_cases, tiny_hybrids
+from tests.run.cache_views import types_of_spec, types_of_transformers
+from tests.run.random_models import build_config
+from tests.run.tiny_hybrids import SOURCE_FROM_CALLER, SOURCE_TOKENS
 
-# the class defaults of these fields are what a missing key means
-GEOMETRY = ("hidden_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim")
-VARIANTS: dict[str, list[Config]] = {
-    "mistral": [{"sliding_window": None}],
-    "ministral": [{"sliding_window": None}, {"layer_types": ["full_attention", "sliding_attention"] * 4}],
-    "qwen2": [{"use_sliding_window": True, "max_window_layers": 3}],
-    "qwen3": [
-        {"use_sliding_window": True, "max_window_layers": 3},
-        {"use_sliding_window": True, "max_window_layers": 0},
-    ],
-    "qwen2_moe": [{"use_sliding_window": True, "max_window_layers": 3}, {"use_sliding_window": True}],
-    "qwen3_moe": [{"use_sliding_window": True}],
-    "dots1": [{"max_window_layers": 3}, {"sliding_window": None}],
-    "smollm3": [
-        {"use_sliding_window": True},
-        {"use_sliding_window": True, "no_rope_layers": [0, 1] * 4},
-        {"use_sliding_window": True, "no_rope_layer_interval": 3},
-    ],
-    "gemma3_text": [
-        {"sliding_window_pattern": 3},
-        {"use_bidirectional_attention": True},
-        {"layer_types": ["full_attention"] * 8},
-    ],
-    "cohere2": [{"sliding_window_pattern": 3}, {"head_dim": 32}],
-    "exaone4": [{"sliding_window_pattern": 3}, {"layer_types": ["full_attention"] * 8}],
-    "llama": [{"head_dim": 24}],
+CASES = attention_cases.CASES | tiny_hybrids.CASES
+RECORDED = [name for name in FACT_NAMES if facts(name)["config"]["model_type"] in CONFIG_MAPPING]
+WITH_DEFAULTS = sorted(set(CONFIG_MAPPING) & set(FAMILIES))
+MULTIMODAL = sorted(set(CONFIG_MAPPING) & set(WRAPPERS))
+# class defaults that make no model: heads that do not divide hidden_size, layers without a type
+INCOMPLETE: dict[str, Config] = {
+    "glm4_moe": {"head_dim": 128},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"] * 16},
 }
-WINDOWLESS = {"llama", "minimax_m2", "hunyuan_v1_dense"}  # a window is an error there
-
-
-def tiny(model_type: str) -> Config:
-    """Return a config of eight small layers with a window of 8."""
-    config: Config = {
-        "model_type": model_type,
-        "num_hidden_layers": 8,
-        "hidden_size": 64,
-        "num_attention_heads": 4,
-        "num_key_value_heads": 2,
-        "max_position_embeddings": 256,
-        "vocab_size": 32,
-    }
-    return config if model_type in WINDOWLESS else config | {"sliding_window": 8}
-
-
-def load(config: Config) -> PreTrainedConfig:
-    """Return the text part of the config as AutoConfig builds it."""
-    fields = dict(config)
-    return AutoConfig.for_model(fields.pop("model_type"), **fields).get_text_config(decoder=True)
-
-
-CASES = [tiny(family) | variant for family in sorted(FAMILIES) for variant in ({}, *VARIANTS.get(family, []))]
+SHARES = ("gemma-3n-E2B", "gemma-3n-E4B", "gemma-4-E2B", "gemma-4-E4B")
+SHARING = {name: CASES[name] for name in CASES if name.endswith(" shared")} | {
+    name: facts(name)["config"] for name in SHARES
+}
 OVERRIDES = {2: {"num_key_value_heads": 1}, 3: {"head_dim": 48}}
 
 
-@pytest.mark.parametrize("config", CASES, ids=lambda config: str(config["model_type"]))
-def test_layer_kinds_and_windows_agree(config: Config) -> None:
-    """Every family's kinds and windows are those of get_layer_types_and_kwargs, for the config and its saved form."""
-    theirs = load(config)
-    types, kwargs = get_layer_types_and_kwargs(theirs)
-    for form in (config, theirs.to_dict()):
-        ours = model_spec_from_config(form, name="tiny")
-        assert [TYPE_NAMES[kind] for kind in kinds(ours)] == types
-        assert windows(ours) == [layer.get("sliding_window") for layer in kwargs]
+def saved_forms(config: PreTrainedConfig) -> list[Config]:
+    """Return what transformers writes to disk, with all fields and with those that differ from the class defaults."""
+    return [json.loads(config.to_json_string(use_diff=use_diff)) for use_diff in (False, True)]
 
 
-def geometry(theirs: PreTrainedConfig) -> set[tuple[int, ...]]:
-    """Return the K shape that transformers' attention modules derive."""
-    head_dim = getattr(theirs, "head_dim", None) or theirs.hidden_size // theirs.num_attention_heads
-    return {(getattr(theirs, "num_key_value_heads", None) or theirs.num_attention_heads, head_dim)}
+def spec_of(config: Config) -> ModelSpec:
+    """Read a config; where it does not say how long a source is, take a length."""
+    is_open = config["model_type"] in SOURCE_FROM_CALLER
+    return read(config, max_source_tokens=SOURCE_TOKENS if is_open else None)
 
 
-@pytest.mark.parametrize("config", CASES, ids=lambda config: str(config["model_type"]))
-def test_geometry_agrees(config: Config) -> None:
-    """Every family's KV heads, head_dim and longest context are those of the config class."""
-    ours, theirs = model_spec_from_config(config, name="tiny"), load(config)
-    assert {cache.tensors[0].shape for _, _, cache in ours.owned_caches()} == geometry(theirs)
-    assert ours.max_model_len == theirs.max_position_embeddings
+def check_agrees(config: Config) -> None:
+    """Compare the layers of a config with those of transformers, then its saved forms with the config."""
+    theirs, ours = build_config(config), spec_of(config)
+    assert types_of_spec(ours) == types_of_transformers(theirs)
+    assert [spec_of(form) for form in saved_forms(theirs)] == [ours, ours]
 
 
-@pytest.mark.parametrize("family", sorted(FAMILIES))
-def test_class_defaults_agree(family: str) -> None:
+@pytest.mark.parametrize("name", CASES)
+def test_layer_types_agree(name: str) -> None:
+    """Every layer's type, window and chunk are those of transformers' cache, for each form of a config."""
+    check_agrees(CASES[name])
+
+
+@pytest.mark.parametrize("name", RECORDED)
+def test_recorded_configs_agree(name: str) -> None:
+    """The layers of every released model are transformers' layers, for each form of its config."""
+    check_agrees(facts(name)["config"])
+
+
+@pytest.mark.parametrize("model_type", WITH_DEFAULTS)
+def test_class_defaults_agree(model_type: str) -> None:
     """A config that says nothing but its model_type gives the layers of the config class built without arguments."""
-    ours, theirs = model_spec_from_config({"model_type": family}, name="default"), load({"model_type": family})
-    types, kwargs = get_layer_types_and_kwargs(theirs)
-    assert [TYPE_NAMES[kind] for kind in kinds(ours)] == types
-    assert windows(ours) == [layer.get("sliding_window") for layer in kwargs]
-    assert {cache.tensors[0].shape for _, _, cache in ours.owned_caches()} == geometry(theirs)
-    assert ours.max_model_len == theirs.max_position_embeddings
+    check_agrees({"model_type": model_type, **INCOMPLETE.get(model_type, {})})
+
+
+@pytest.mark.parametrize("model_type", MULTIMODAL)
+def test_defaults_of_multimodal_configs_agree(model_type: str) -> None:
+    """The text part of a multimodal config has the layers of its text class, whether it is empty or saved."""
+    check_agrees({"model_type": model_type, "text_config": {}})
+    theirs = build_config({"model_type": model_type})
+    for form in saved_forms(theirs):
+        assert types_of_spec(spec_of(form)) == types_of_transformers(theirs)
+
+
+@pytest.mark.parametrize("name", SHARING)
+def test_sharing_layers_read_the_layer_that_stores(name: str) -> None:
+    """A layer without a cache of its own reads the layer of its type that transformers lets store for others."""
+    config = SHARING[name]
+    theirs = build_config(config).get_text_config(decoder=True)
+    layers = list(zip(theirs.layer_types, theirs.kv_sharing_modes, strict=True))
+    stores = {layer_type: layer for layer, (layer_type, mode) in enumerate(layers) if mode == "store"}
+    expected = {layer: stores[layer_type] for layer, (layer_type, mode) in enumerate(layers) if mode == "reuse"}
+    shared = ((spec.layer, cache.shares_kv_with) for spec in read(config).layers for cache in spec.caches)
+    assert expected
+    assert {layer: owner for layer, owner in shared if owner is not None} == expected
 
 
 @pytest.mark.parametrize("family", ["llama", "mistral", "gemma3_text", "gpt_oss"])
 def test_per_layer_config_agrees(family: str) -> None:
     """Overrides of single layers give each layer the shape of transformers' per-layer view, saved form included."""
-    config = tiny(family) | {"head_dim": 16, "per_layer_config": OVERRIDES}
-    theirs = load(config)
+    config = attention_cases.tiny(family) | {"head_dim": 16, "per_layer_config": OVERRIDES}
+    theirs = build_config(config)
     expected = [(layer.num_key_value_heads, layer.head_dim) for layer in theirs.per_layer_config]
     assert len(set(expected)) == 3
-    for form in (config, theirs.to_dict()):
+    for form in (config, *saved_forms(theirs)):
         ours = model_spec_from_config(form, name="tiny")
         assert [layer.caches[0].tensors[0].shape for layer in ours.layers] == expected
