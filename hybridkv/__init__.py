@@ -1,7 +1,18 @@
 """The KV-cache manager for hybrid language models."""
 
+from importlib import import_module
+from typing import TYPE_CHECKING
+
 from hybridkv.block_pool import BlockPool
 from hybridkv.block_table import BlockTable
+from hybridkv.capacity import (
+    MixedCapacity,
+    Waste,
+    longest_context,
+    max_concurrency,
+    measure_waste,
+    mixed_capacity,
+)
 from hybridkv.errors import (
     CheckpointError,
     HybridKVError,
@@ -14,9 +25,12 @@ from hybridkv.errors import (
     UnsupportedModel,
 )
 from hybridkv.grouping import KVCacheGroup, group_layers
-from hybridkv.hf_config import model_spec_from_config
+from hybridkv.limits import BatchLimits, KernelConstraints, Load
 from hybridkv.manager import CacheManager, Reservation, RowState, Verdict
-from hybridkv.planner import BatchLimits, CachePlan, GroupPlan, SlotMappingMode, plan_cache
+from hybridkv.options import CacheOptions, apply_options
+from hybridkv.plan import CachePlan, GroupPlan, SlotMappingMode
+from hybridkv.planner import describe_cache, plan_cache
+from hybridkv.ranks import plan_ranks, split_layers
 from hybridkv.specs import (
     CacheTensor,
     ChunkedAttention,
@@ -30,40 +44,94 @@ from hybridkv.specs import (
     known_models,
 )
 
+if TYPE_CHECKING:
+    from hybridkv.hf_config import model_spec_from_config
+    from hybridkv.report import (
+        FitReport,
+        PlanOptions,
+        PlanReport,
+        SpecReport,
+        compare_reports,
+        fit_report,
+        plan_report,
+        spec_report,
+    )
+
 __version__ = "0.1.0"
+
+# Imported on first use: a plan of a known model starts in half a second, which leaves no time to read configs.
+_MODULES = {
+    "FitReport": "hybridkv.report",
+    "PlanOptions": "hybridkv.report",
+    "PlanReport": "hybridkv.report",
+    "SpecReport": "hybridkv.report",
+    "compare_reports": "hybridkv.report",
+    "fit_report": "hybridkv.report",
+    "model_spec_from_config": "hybridkv.hf_config",
+    "plan_report": "hybridkv.report",
+    "spec_report": "hybridkv.report",
+}
 
 __all__ = [
     "BatchLimits",
     "BlockPool",
     "BlockTable",
     "CacheManager",
+    "CacheOptions",
     "CachePlan",
     "CacheTensor",
     "CheckpointError",
     "ChunkedAttention",
     "CrossAttention",
+    "FitReport",
     "FullAttention",
     "GroupPlan",
     "HybridKVError",
     "InvalidRequest",
     "InvariantError",
     "KVCacheGroup",
+    "KernelConstraints",
     "LayerCache",
     "LayerSpec",
+    "Load",
+    "MixedCapacity",
     "ModelSpec",
     "NeverFits",
     "OutOfBlocks",
     "OutOfRows",
+    "PlanOptions",
+    "PlanReport",
     "Reservation",
     "RowState",
     "SlidingWindow",
     "SlotMappingMode",
     "SpecError",
+    "SpecReport",
     "State",
     "UnsupportedModel",
     "Verdict",
+    "Waste",
+    "apply_options",
+    "compare_reports",
+    "describe_cache",
+    "fit_report",
     "group_layers",
     "known_models",
+    "longest_context",
+    "max_concurrency",
+    "measure_waste",
+    "mixed_capacity",
     "model_spec_from_config",
     "plan_cache",
+    "plan_ranks",
+    "plan_report",
+    "spec_report",
+    "split_layers",
 ]
+
+
+def __getattr__(name: str) -> object:
+    """Return a name of a module that is imported on first use."""
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(import_module(_MODULES[name]), name)

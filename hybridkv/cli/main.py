@@ -13,7 +13,9 @@ from typing import Annotated
 import typer
 
 import hybridkv
+from hybridkv.cli.plan import compare, fit, plan
 from hybridkv.cli.run import run
+from hybridkv.cli.spec import spec
 from hybridkv.cli.terminal import print_error
 
 # typer has moved its copy of click between versions; the base of its own exception is the one name that stays.
@@ -26,7 +28,8 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.command(name="run")(run)
+for command in (run, plan, fit, compare, spec):
+    app.command()(command)
 
 
 def _print_version(value: bool) -> None:

@@ -69,9 +69,10 @@ def test_round_lengths_are_short(num_tokens: int, text: str) -> None:
         (AZURE, [(4808, 10), (3180, 8)]),
         (VATTENTION, [(7564, 192), (5, 6)]),
         (AZURE.replace(b"\n", b"\r\n"), [(4808, 10), (3180, 8)]),
-        (b"\xef\xbb\xbf" + AZURE + b"\n\n", [(4808, 10), (3180, 8)]),
+        (AZURE + b"\n\n", [(4808, 10), (3180, 8)]),
+        (b"\xef\xbb\xbf" + MOONCAKE, [(6758, 500), (1, 0)]),
     ],
-    ids=["mooncake", "azure", "vattention", "crlf", "bom"],
+    ids=["mooncake", "azure", "vattention", "crlf", "empty lines", "bom"],
 )
 @pytest.mark.parametrize("zipped", [False, True], ids=["plain", "gz"])
 def test_known_traces_are_read(tmp_path: Path, content: bytes, lengths: list[tuple[int, int]], zipped: bool) -> None:

@@ -15,7 +15,9 @@ from hybridkv.capacity import longest_context, max_concurrency, measure_waste, m
 from hybridkv.errors import SpecError
 from hybridkv.layouts import compare_layouts
 from hybridkv.lengths import RequestLength
+from hybridkv.limits import BatchLimits
 from hybridkv.report import (
+    CacheTotals,
     PlanOptions,
     cache_totals,
     compare_reports,
@@ -28,12 +30,13 @@ from hybridkv.report import (
 from hybridkv.report.plots import memory_by_group
 from hybridkv.report.search import least_memory, longest_fitting
 from hybridkv.retention import needed_bytes
-from hybridkv.specs import CacheTensor, LayerCache, ModelSpec, known_models
+from hybridkv.specs import CacheTensor, ChunkedAttention, LayerCache, ModelSpec, SlidingWindow, known_models
 from tests.models import (
     FULL,
     chunked_and_full,
     encoder_decoder,
     gemma_like,
+    kv_cache,
     mixed_dtypes,
     model,
     state_and_attention,
@@ -60,6 +63,7 @@ def test_a_spec_is_reported_layer_by_layer() -> None:
     )
     shared = LayerCache(lifecycle=FULL, shares_kv_with=1)
     document = spec_report(model([state_cache()], compressed, shared, [], max_model_len=64)).to_dict()
+    assert '"windowed_bytes_per_token": 0,' in json.dumps(document)
     assert document == {
         "model": "tiny",
         "model_type": "test",
@@ -116,6 +120,14 @@ def test_totals_add_up_to_what_a_sequence_needs(name: str) -> None:
     assert ceil(num_tokens * per_token) + fixed == needed_bytes(spec, num_tokens)
 
 
+def test_totals_tell_lifecycles_apart() -> None:
+    """Chunks count with windows, apart from full attention; a shared cache counts nowhere."""
+    shared = LayerCache(lifecycle=FULL, shares_kv_with=1)
+    spec = model(kv_cache(ChunkedAttention(chunk=8), 2), kv_cache(FULL), kv_cache(SlidingWindow(window=4), 3), shared)
+    assert cache_totals(spec) == CacheTotals(64, 5 * 64, 0, 0)
+    assert cache_totals(encoder_decoder(10)) == CacheTotals(64, 0, 0, 640)
+
+
 @by_model
 def test_a_plan_reports_what_the_planner_says(spec: ModelSpec) -> None:
     """Capacity, waste and layouts are the planner's own numbers for the same plan, memory and block size."""
@@ -129,7 +141,8 @@ def test_a_plan_reports_what_the_planner_says(spec: ModelSpec) -> None:
     assert list(report.waste) == [measure_waste(plan, context, count) for context, count in counts.items()]
     block_size = max((group.block_size for group in plan.groups if not group.group.is_state), default=16)
     others = [entry for entry in report.layouts if entry.layout != "hybridkv"]
-    assert others == compare_layouts(spec, 64 * MIB, (200, 1000), block_size=block_size)
+    in_flight = plan.limits.max_in_flight
+    assert others == compare_layouts(spec, 64 * MIB, (200, 1000), block_size=block_size, max_in_flight=in_flight)
 
 
 @by_model
@@ -203,6 +216,20 @@ def test_default_contexts(own_length: int | None, max_model_len: int | None, con
     report = plan_report(spec, MIB, PlanOptions(max_model_len=max_model_len))
     assert tuple(entry.context for entry in report.capacity) == contexts
     assert report.plan.limits.max_model_len == max(*contexts, 0 if max_model_len else own_length or 0)
+
+
+@pytest.mark.parametrize(
+    ("options", "longest"),
+    [
+        (PlanOptions(contexts=(100, 50)), 4096),
+        (PlanOptions(contexts=(100, 5000)), 5000),
+        (PlanOptions(contexts=(100,), max_model_len=200), 200),
+        (PlanOptions(max_model_len=9000), 9000),
+    ],
+)
+def test_tables_reach_the_longest_sequence(options: PlanOptions, longest: int) -> None:
+    """Tables are made for the longest of the contexts and of the model's own length or the one given."""
+    assert make_plan(GEMMA, MIB, options).limits == BatchLimits(256, longest, 2048)
 
 
 @by_model
