@@ -19,6 +19,8 @@ from pathlib import Path
 
 import torch
 import triton
+from matrix_state_launches import matrix_state_launches
+from recurrent_launches import recurrent_launches
 from triton.backends.compiler import GPUTarget
 
 from hybridkv_kernels._triton import Launch, is_interpreted
@@ -177,6 +179,7 @@ def cases() -> tuple[Case, ...]:
     found.append(Case("write_kv bf16 192/128", _write_kv_case(192, 128)))
     for name, variant in (ATTENTION_VARIANTS | SPLIT_VARIANTS).items():
         found += [Case(f"{launch.name} {name}", launch) for launch in variant.prepare()]
+    found += [Case(name, launch) for name, launch in (recurrent_launches() | matrix_state_launches()).items()]
     return tuple(found)
 
 
