@@ -16,18 +16,9 @@ The host array is the authority. Every operation records the words it changed; `
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridkv.plan import SlotMappingMode
-from hybridkv.units import INT32_MAX, cdiv, round_up
+from hybridkv.plan import SlotMappingMode, row_stride
+from hybridkv.units import INT32_MAX
 from hybridkv_kernels.constants import NULL_BLOCK_ID
-
-STRIDE_TOKENS = 128
-_STRIDE_WORDS = 4
-
-
-def row_stride(width: int, block_size: int, mode: SlotMappingMode) -> int:
-    """Return the words between two rows: the width, rounded up to 128 tokens' worth of blocks."""
-    per_128_tokens = max(1, cdiv(STRIDE_TOKENS, block_size))
-    return round_up(width, _STRIDE_WORDS if mode is SlotMappingMode.NONE else max(per_128_tokens, _STRIDE_WORDS))
 
 
 class BlockTable:

@@ -11,13 +11,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.block_pool import BlockPool
-from hybridkv.block_table import row_stride
 from hybridkv.errors import SpecError
 from hybridkv.plan import CachePlan
 from hybridkv.retention import needed_bytes
-
-_INT32_BYTES = 4
-_COUNTERS_PER_ROW = 2  # first and next ordinal
+from hybridkv.units import INT32_MAX, check_integer
 
 
 @dataclass(frozen=True)
@@ -90,7 +87,7 @@ def max_concurrency(plan: CachePlan, context: int) -> int:
 
     Raises: SpecError for a context of no token.
     """
-    _check_positive("context", context)
+    _check_context(plan, "context", context)
     pool = BlockPool(plan)
     usable = plan.num_usable_slabs * pool.blocks_per_slab
     low, high = 0, int((usable // _blocks_of_one(plan, context, plan.limits.decode_in_flight)).min())
@@ -105,7 +102,7 @@ def longest_context(plan: CachePlan, num_seqs: int) -> int:
 
     Raises: SpecError for no sequence.
     """
-    _check_positive("num_seqs", num_seqs)
+    check_integer("num_seqs", num_seqs, 1, INT32_MAX)
     pool = BlockPool(plan)
     low, high = 0, plan.limits.max_model_len
     while low < high:
@@ -117,14 +114,16 @@ def longest_context(plan: CachePlan, num_seqs: int) -> int:
 def mixed_capacity(plan: CachePlan, lengths: Sequence[int], max_starts: int = 256) -> MixedCapacity:
     """Return how many sequences of a load fit at once when they come in its order, each at its full length.
 
-    From up to `max_starts` places, evenly spread, sequences are admitted until the next one does not fit.
+    From up to `max_starts` places, evenly spread, sequences are admitted until the next one does not fit; the load is
+    repeated as often as it takes.
 
-    Raises: SpecError for no sequence, or one of no token.
+    Raises: SpecError for no sequence, one of no token, or one longer than `max_model_len`.
     """
+    check_integer("max_starts", max_starts)
     if not lengths:
         raise SpecError("lengths: got none, expected at least one sequence")
     for length in lengths:
-        _check_positive("lengths", length)
+        _check_context(plan, "lengths", length)
     pool = BlockPool(plan)
     distinct, index = np.unique(np.asarray(lengths, dtype=np.int64), return_inverse=True)
     # [num_groups, num_distinct]
@@ -133,9 +132,10 @@ def mixed_capacity(plan: CachePlan, lengths: Sequence[int], max_starts: int = 25
     held, extra = decoding[:, index], (prefilling - decoding)[:, index]
     starts = np.unique(np.linspace(0, len(lengths) - 1, min(max_starts, len(lengths))).astype(np.int64))
     counts, tokens = [], []
+    # No more sequences fit than of the shortest one.
+    most = max_concurrency(plan, int(distinct[0]))
     for start in starts.tolist():
-        # The load goes round, so that late starts see as many sequences as early ones.
-        order = np.roll(np.arange(len(lengths)), -start)
+        order = (start + np.arange(most)) % len(lengths)
         blocks = np.cumsum(held[:, order], axis=1) + np.maximum.accumulate(extra[:, order], axis=1)
         fits = pool.slabs_needed(blocks) <= pool.num_free_slabs
         counts.append(int(fits.sum()))
@@ -148,7 +148,8 @@ def measure_waste(plan: CachePlan, context: int, num_seqs: int) -> Waste:
 
     Raises: SpecError if they do not fit.
     """
-    _check_positive("context", context)
+    _check_context(plan, "context", context)
+    check_integer("num_seqs", num_seqs, 0, INT32_MAX)
     pool = BlockPool(plan)
     blocks = blocks_of(plan, context, num_seqs)
     lent_slabs = pool.slabs_needed_by_group(blocks)
@@ -162,10 +163,6 @@ def measure_waste(plan: CachePlan, context: int, num_seqs: int) -> Waste:
     lent_blocks = lent_slabs * pool.blocks_per_slab
     decoding = _blocks_of_one(plan, context, plan.limits.decode_in_flight) * num_seqs
     needed = needed_bytes(plan.spec, context) * num_seqs
-    table_bytes = sum(
-        _INT32_BYTES * plan.limits.max_num_seqs * (row_stride(g.table_width, g.block_size, g.mode) + _COUNTERS_PER_ROW)
-        for g in plan.groups
-    )
     null_block_bytes = min(plan.num_slabs, 1) * plan.slab_bytes
     return Waste(
         context=context,
@@ -177,8 +174,8 @@ def measure_waste(plan: CachePlan, context: int, num_seqs: int) -> Waste:
         in_flight_bytes=int(((blocks - decoding) * payload).sum()),
         null_block_bytes=null_block_bytes,
         unused_bytes=plan.memory_bytes - null_block_bytes - int(lent_slabs.sum()) * plan.slab_bytes,
-        table_host_bytes=table_bytes,
-        table_device_bytes=table_bytes,
+        table_host_bytes=plan.table_bytes,
+        table_device_bytes=plan.table_bytes,
     )
 
 
@@ -190,6 +187,8 @@ def _fits(pool: BlockPool, plan: CachePlan, context: int, num_seqs: int) -> bool
     return bool(pool.slabs_needed(blocks_of(plan, context, num_seqs)) <= pool.num_free_slabs)
 
 
-def _check_positive(name: str, value: object) -> None:
-    if not isinstance(value, int | np.integer) or isinstance(value, bool) or value < 1:
-        raise SpecError(f"{name}: got {value!r}, expected an integer of at least 1")
+def _check_context(plan: CachePlan, name: str, context: int) -> None:
+    """Raise SpecError for a length that the plan's tables are not made for."""
+    most = plan.limits.max_model_len
+    if check_integer(name, context) > most:
+        raise SpecError(f"{name}: got {context} tokens, the plan's tables are made for max_model_len={most}")

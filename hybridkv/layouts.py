@@ -17,7 +17,7 @@ from hybridkv.planner import DEFAULT_BLOCK_SIZE
 from hybridkv.retention import max_live_blocks, num_needed_tokens
 from hybridkv.retention import needed_bytes as needed_bytes
 from hybridkv.specs import CacheTensor, ChunkedAttention, CrossAttention, Lifecycle, ModelSpec, SlidingWindow, State
-from hybridkv.units import cdiv, format_bytes
+from hybridkv.units import cdiv, check_integer, format_bytes
 
 LayoutName = Literal["uniform", "one_page_size", "static_partition", "lcm_pages", "hybridkv"]
 
@@ -153,13 +153,13 @@ def compare_layouts(
 
     Raises: SpecError if the memory, a context, the block size or `max_in_flight` is less than 1.
     """
-    _check_at_least_one("max_in_flight", max_in_flight)
-    _check_at_least_one("memory_bytes", memory_bytes)
-    _check_at_least_one("block_size", block_size)
+    check_integer("max_in_flight", max_in_flight)
+    check_integer("memory_bytes", memory_bytes)
+    check_integer("block_size", block_size)
     buckets = _buckets(spec)
     capacities = []
     for context in contexts:
-        _check_at_least_one("context", context)
+        check_integer("context", context)
         case = _Case(buckets, memory_bytes, context, block_size, max_in_flight, needed_bytes(spec, context))
         capacities += [layout(case) for layout in _LAYOUTS]
     return capacities
@@ -173,10 +173,11 @@ def uniform_waste(spec: ModelSpec, num_tokens: int, num_source_tokens: int = 0) 
 
     Raises: SpecError if `num_tokens` is less than 1 or `num_source_tokens` passes the model's longest source.
     """
-    _check_at_least_one("num_tokens", num_tokens)
+    check_integer("num_tokens", num_tokens)
     buckets = _buckets(spec)
     longest = _longest_source(buckets)
-    if not 0 <= num_source_tokens <= longest:
+    check_integer("num_source_tokens", num_source_tokens, 0)
+    if num_source_tokens > longest:
         raise SpecError(
             f"num_source_tokens: got {num_source_tokens}, expected 0 to {longest}, the longest source of {spec.name}"
         )
@@ -200,8 +201,8 @@ def state_checkpoints_bytes(spec: ModelSpec, num_tokens: int, every_tokens: int)
 
     Raises: SpecError if a count is less than 1.
     """
-    _check_at_least_one("num_tokens", num_tokens)
-    _check_at_least_one("every_tokens", every_tokens)
+    check_integer("num_tokens", num_tokens)
+    check_integer("every_tokens", every_tokens)
     set_bytes = sum(cache.bytes_per_sequence for _, _, cache in spec.owned_caches())
     return needed_bytes(spec, num_tokens) + (cdiv(num_tokens, every_tokens) - 1) * set_bytes
 
@@ -220,7 +221,7 @@ def one_page_layout(spec: ModelSpec, block_size: int = DEFAULT_BLOCK_SIZE) -> On
 
     Raises: SpecError if the block size is less than 1.
     """
-    _check_at_least_one("block_size", block_size)
+    check_integer("block_size", block_size)
     return _one_page_layout(_buckets(spec), block_size)
 
 
@@ -309,11 +310,6 @@ def _lcm_pages(case: _Case) -> LayoutCapacity:
 
 
 _LAYOUTS: tuple[Callable[[_Case], LayoutCapacity], ...] = (_uniform, _one_page_size, _static_partition, _lcm_pages)
-
-
-def _check_at_least_one(name: str, value: int) -> None:
-    if value < 1:
-        raise SpecError(f"{name}: got {value}, expected at least 1")
 
 
 def _buckets(spec: ModelSpec) -> tuple[_Bucket, ...]:

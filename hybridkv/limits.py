@@ -5,12 +5,13 @@ from dataclasses import dataclass
 from math import lcm
 
 from hybridkv.errors import SpecError
-from hybridkv.units import INT32_MAX, round_up
+from hybridkv.units import INT32_MAX, check_integer, round_up
 
 BLOCK_ALIGNMENT_BYTES = 128
 MAX_SLAB_BYTES = 64 * 2**20
 MAX_PADDING = 0.005
 _MAX_ALIGNMENT_BYTES = 2**20
+_MAX_UNITS = 2**24  # of alignment in a slab: the search keeps a flag for each
 
 
 @dataclass(frozen=True)
@@ -31,8 +32,8 @@ class BatchLimits:
 
     def __post_init__(self) -> None:
         for name in ("max_num_seqs", "max_model_len", "max_num_batched_tokens"):
-            _check_integer(name, getattr(self, name), 1)
-        _check_integer("max_unsettled_tokens", self.max_unsettled_tokens, 0)
+            check_integer(name, getattr(self, name), 1, INT32_MAX)
+        check_integer("max_unsettled_tokens", self.max_unsettled_tokens, 0, INT32_MAX)
 
     @property
     def max_in_flight(self) -> int:
@@ -56,7 +57,8 @@ class KernelConstraints:
         max_tensor_elements: most elements between the first and the last of one layer's view, for kernels that index
             with 32 bits; None for kernels with 64-bit arithmetic, like this library's.
         max_slab_bytes: largest slab.
-        max_padding: part of a slab that may go unused in any group.
+        max_padding: part of a slab that may go unused in any group. Where no slab can do with it, the planner doubles
+            it until one can; `GroupPlan.padding_fraction` says what came of it.
     """
 
     block_size_multiple: int = 1
@@ -67,16 +69,19 @@ class KernelConstraints:
     max_padding: float = MAX_PADDING
 
     def __post_init__(self) -> None:
-        _check_integer("block_size_multiple", self.block_size_multiple, 1)
-        _check_integer("max_slab_bytes", self.max_slab_bytes, 1, 2**40)
-        _check_integer("alignment_bytes", self.alignment_bytes, 1, _MAX_ALIGNMENT_BYTES)
+        check_integer("block_size_multiple", self.block_size_multiple, 1, INT32_MAX)
+        check_integer("alignment_bytes", self.alignment_bytes, 1, _MAX_ALIGNMENT_BYTES)
         if self.alignment_bytes & (self.alignment_bytes - 1) or self.alignment_bytes % 4:
             # Tensors of all dtypes share a block, so it must start where the widest of them may.
             raise SpecError(f"alignment_bytes: got {self.alignment_bytes}, expected a power of two of at least 4")
+        check_integer("max_slab_bytes", self.max_slab_bytes, self.alignment_bytes, _MAX_UNITS * self.alignment_bytes)
+        if not isinstance(self.block_size_power_of_two, bool):
+            raise SpecError(f"block_size_power_of_two: got {self.block_size_power_of_two!r}, expected true or false")
         if self.max_tensor_elements is not None:
-            _check_integer("max_tensor_elements", self.max_tensor_elements, 1, 2**63 - 1)
-        if not 0 <= self.max_padding < 1:
-            raise SpecError(f"max_padding: got {self.max_padding}, expected a fraction from 0 to below 1")
+            check_integer("max_tensor_elements", self.max_tensor_elements, 1, 2**63 - 1)
+        number = isinstance(self.max_padding, int | float) and not isinstance(self.max_padding, bool)
+        if not number or not 0 <= self.max_padding < 1:
+            raise SpecError(f"max_padding: got {self.max_padding!r}, expected a fraction from 0 to below 1")
 
     def check_block_size(self, group_id: int, block_size: object) -> int:
         """Return a group's block size in tokens if the kernels take it.
@@ -125,19 +130,14 @@ class Load:
     max_num_seqs: int | None = None
 
     def __post_init__(self) -> None:
-        if not self.contexts:
-            raise SpecError("contexts: got none, expected at least one length in tokens")
+        if not isinstance(self.contexts, tuple) or not self.contexts:
+            raise SpecError(f"contexts: got {self.contexts!r}, expected a tuple of at least one length in tokens")
         for context in self.contexts:
-            _check_integer("contexts", context, 1)
+            check_integer("contexts", context, 1, INT32_MAX)
         if self.max_num_seqs is not None:
-            _check_integer("max_num_seqs", self.max_num_seqs, 1)
+            check_integer("max_num_seqs", self.max_num_seqs, 1, INT32_MAX)
 
     @classmethod
     def up_to(cls, max_model_len: int, contexts: Iterable[int] = (8192, 32768, 131072)) -> "Load":
         """Return the usual lengths below `max_model_len`, or that length where all are longer."""
         return cls(tuple(context for context in contexts if context <= max_model_len) or (max_model_len,))
-
-
-def _check_integer(name: str, value: object, least: int, most: int = INT32_MAX) -> None:
-    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
-        raise SpecError(f"{name}: got {value!r}, expected an integer from {least} to {most}")

@@ -75,7 +75,7 @@ def apply_options(spec: ModelSpec, options: CacheOptions) -> ModelSpec:
         )
         for layer in spec.layers
     )
-    return spec.model_copy(update={"layers": layers + _draft_layers(spec, layers, options.draft_layers)})
+    return spec.with_layers(layers + _draft_layers(spec, layers, options.draft_layers))
 
 
 def _apply_to_cache(layer: int, cache: LayerCache, options: CacheOptions) -> LayerCache:

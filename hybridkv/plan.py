@@ -19,8 +19,13 @@ from numpy.typing import NDArray
 from hybridkv.grouping import KVCacheGroup, TensorPlacement
 from hybridkv.limits import BatchLimits
 from hybridkv.retention import end_ordinal, max_live_blocks, num_needed_tokens
-from hybridkv.specs import ModelSpec
-from hybridkv.units import cdiv
+from hybridkv.specs import ChunkedAttention, ModelSpec
+from hybridkv.units import cdiv, round_up
+
+STRIDE_TOKENS = 128
+_STRIDE_WORDS = 4
+_WORD_BYTES = 4
+_COUNTERS_PER_ROW = 2  # a row's first and next ordinal
 
 
 class SlotMappingMode(Enum):
@@ -29,6 +34,12 @@ class SlotMappingMode(Enum):
     FULL = "full"
     SLIDING_WINDOW = "sliding_window"
     NONE = "none"
+
+
+def row_stride(width: int, block_size: int, mode: SlotMappingMode) -> int:
+    """Return the words between two rows of a block table: the width, rounded up to 128 tokens' worth of blocks."""
+    per_128_tokens = max(1, cdiv(STRIDE_TOKENS, block_size))
+    return round_up(width, _STRIDE_WORDS if mode is SlotMappingMode.NONE else max(per_128_tokens, _STRIDE_WORDS))
 
 
 @dataclass(frozen=True)
@@ -63,14 +74,19 @@ class GroupPlan:
         return end_ordinal(self.group.lifecycle, num_tokens, self.block_size)
 
     def expected_blocks(self, num_tokens: int) -> float:
-        """Blocks that a decoding sequence of about `num_tokens` tokens holds on average over such lengths."""
+        """Blocks that a decoding sequence of about `num_tokens` tokens holds, on average over such lengths.
+
+        A chunk counts in full, as `needed_bytes` counts it.
+        """
         if self.group.is_state:
             return self.num_parts
         needed = num_needed_tokens(self.group.lifecycle, num_tokens)
         if self.group.lifecycle.kind == "cross_attention":
             return cdiv(needed, self.block_size)
-        # A run that ends anywhere fills half its last block; one that starts anywhere, half its first one too.
-        ends = 2 if needed < num_tokens else 1
+        # A run that ends anywhere fills half its last block; one that starts anywhere, half its first one too. A full
+        # chunk of whole blocks does neither.
+        whole_chunk = isinstance(self.group.lifecycle, ChunkedAttention) and needed % self.block_size == 0
+        ends = (0 if whole_chunk else 2) if needed < num_tokens else 1
         return (needed + ends * (self.block_size - 1) / 2) / self.block_size
 
     def max_blocks(self, num_tokens: int, max_in_flight: int) -> int:
@@ -103,6 +119,12 @@ class CachePlan:
     def num_usable_slabs(self) -> int:
         """Slabs that can be lent."""
         return max(0, self.num_slabs - 1)
+
+    @property
+    def table_bytes(self) -> int:
+        """Bytes of all block tables, on the host and once more on the device."""
+        words = sum(row_stride(g.table_width, g.block_size, g.mode) + _COUNTERS_PER_ROW for g in self.groups)
+        return _WORD_BYTES * self.limits.max_num_seqs * words
 
     @property
     def min_num_slabs(self) -> int:

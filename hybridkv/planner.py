@@ -10,7 +10,7 @@ from hybridkv.plan import CachePlan, GroupPlan, SlotMappingMode
 from hybridkv.retention import max_live_blocks, needed_bytes
 from hybridkv.slab_search import BlockShape, SlabChoice, choose_slab
 from hybridkv.specs import DTYPE_BYTES, ModelSpec
-from hybridkv.units import INT32_MAX, INT64_MAX, format_bytes
+from hybridkv.units import INT32_MAX, INT64_MAX, check_integer, format_bytes
 
 DEFAULT_KERNELS = KernelConstraints()
 DEFAULT_BLOCK_SIZE = 16
@@ -45,10 +45,11 @@ def plan_cache(
 def check_holds_a_sequence(name: str, plan: CachePlan) -> None:
     """Raise SpecError if a plan's memory holds no sequence at all; `name` is whose memory it is."""
     if plan.num_slabs < plan.min_num_slabs:
+        least = plan.min_num_slabs * plan.slab_bytes
         raise SpecError(
-            f"{name}: got {format_bytes(plan.memory_bytes)}, expected at least "
-            f"{format_bytes(plan.min_num_slabs * plan.slab_bytes)} ({plan.min_num_slabs} slabs of "
-            f"{format_bytes(plan.slab_bytes)}: one of null blocks, {plan.min_num_slabs - 1} for one sequence's blocks)"
+            f"{name}: got {plan.memory_bytes} bytes, expected at least {least} ({format_bytes(least)}: "
+            f"{plan.min_num_slabs} slabs of {format_bytes(plan.slab_bytes)}, one of null blocks, "
+            f"{plan.min_num_slabs - 1} for one sequence's blocks)"
         )
 
 
@@ -65,8 +66,7 @@ def describe_cache(
 
     Raises: SpecError as `plan_cache`, but for too little memory.
     """
-    if not isinstance(memory_bytes, int) or isinstance(memory_bytes, bool) or memory_bytes < 0:
-        raise SpecError(f"memory: got {memory_bytes!r}, expected a number of bytes of at least 0")
+    check_integer("memory", memory_bytes, 0)
     groups = group_layers(spec)
     candidates = [block_sizes(groups, block_size, kernels)] if block_size is not None else _candidates(groups, kernels)
     plans: list[CachePlan] = []
@@ -125,7 +125,7 @@ def planned_waste(plan: CachePlan, load: Load) -> float:
     for each group's partly used one, and the tables' bytes on the device.
     """
     fixed = plan.slab_bytes + sum(plan.slab_bytes - group.block_stride_bytes for group in plan.groups) / 2
-    fixed += sum(4 * plan.limits.max_num_seqs * group.table_width for group in plan.groups)
+    fixed += plan.table_bytes
     wasted = 0.0
     for context in load.contexts:
         held = sum(group.expected_blocks(context) * group.block_stride_bytes for group in plan.groups)
@@ -167,7 +167,17 @@ def fitting_shapes(
     )
     if group.is_state:
         raise SpecError(f"{problem}; one layer's state is larger, raise max_slab_bytes")
-    raise SpecError(f"{problem}; use a block_size of at most {block_size * most // smallest}")
+    fits = _largest_block_size(group, most, kernels)
+    raise SpecError(f"{problem}; use {f'a block_size of {fits}' if fits else 'a larger max_slab_bytes'}")
+
+
+def _largest_block_size(group: KVCacheGroup, most_bytes: int, kernels: KernelConstraints) -> int:
+    """Return the largest block size that the kernels take and a slab holds, 0 if there is none."""
+    step = lcm(*(tensor.tokens_per_entry for cache in group.caches for tensor in cache.cache.tensors))
+    bytes_per_step = block_shapes(group, step)[0].payload_bytes
+    sizes = range(most_bytes // bytes_per_step * step, 0, -step)
+    fitting = (size for size in sizes if kernels.takes_block_size(size))
+    return next((size for size in fitting if block_shapes(group, size)[0].payload_bytes <= most_bytes), 0)
 
 
 def _choose_slab(groups: Sequence[KVCacheGroup], sizes: Sequence[int], kernels: KernelConstraints) -> SlabChoice:
@@ -186,16 +196,18 @@ def _candidates(groups: Sequence[KVCacheGroup], kernels: KernelConstraints) -> l
 
 
 def block_sizes(
-    groups: Sequence[KVCacheGroup], block_size: int | Mapping[int, int], kernels: KernelConstraints
+    groups: Sequence[KVCacheGroup], block_size: int | Mapping[int, int] | None, kernels: KernelConstraints
 ) -> tuple[int, ...]:
-    """Return each group's block size in tokens, 1 for a group of states.
+    """Return each group's block size in tokens, 1 for a group of states; without one, the smallest to choose from.
 
     Raises: SpecError for one that is missing, that is no size or that the kernels do not take.
     """
+    if block_size is None:
+        return _candidates(groups, kernels)[0]
     if not isinstance(block_size, Mapping):
         block_size = {group.group_id: block_size for group in groups}
     if not set(block_size) <= set(range(len(groups))):
-        raise SpecError(f"block_size: got groups {sorted(block_size)}, the model has groups 0..{len(groups) - 1}")
+        raise SpecError(f"block_size: got groups {list(block_size)}, the model has groups 0..{len(groups) - 1}")
     return tuple(
         1 if group.is_state else kernels.check_block_size(group.group_id, block_size.get(group.group_id))
         for group in groups
@@ -210,16 +222,16 @@ def check_plan(plan: CachePlan, kernels: KernelConstraints) -> None:
             most = INT32_MAX // group.blocks_per_slab * plan.slab_bytes
             raise SpecError(
                 f"memory: {name} would have {group.num_blocks} blocks, block tables hold int32 ids up to {INT32_MAX}; "
-                f"use a larger block_size than {group.block_size} or at most {format_bytes(most)}"
+                f"use a larger block_size than {group.block_size} or at most {most} bytes ({format_bytes(most)})"
             )
         limit = INT64_MAX if kernels.max_tensor_elements is None else kernels.max_tensor_elements
         for tensor in group.tensors:
             elements = plan.arena_bytes // DTYPE_BYTES[tensor.dtype]
             if elements > limit:
+                most = limit * DTYPE_BYTES[tensor.dtype] // plan.slab_bytes * plan.slab_bytes
                 raise SpecError(
                     f"memory: layer {tensor.layer}'s {tensor.name!r} would span {elements} elements, the kernels "
-                    f"address {limit}; use at most {format_bytes(limit * DTYPE_BYTES[tensor.dtype])} or kernels with "
-                    "64-bit indices"
+                    f"address {limit}; use at most {most} bytes ({format_bytes(most)}) or kernels with 64-bit indices"
                 )
 
 

@@ -8,17 +8,16 @@ slabs. Bytes are each rank's own:
     rank 1, 5 + 2 layers   | 7 MiB | 7 MiB | 7 MiB | (one more would fit)
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
-from math import lcm
+from itertools import pairwise, product
+from math import exp, lcm, log
 
 from hybridkv.errors import SpecError
 from hybridkv.grouping import KVCacheGroup, group_layers
 from hybridkv.limits import BatchLimits, KernelConstraints
 from hybridkv.plan import CachePlan
 from hybridkv.planner import (
-    DEFAULT_BLOCK_SIZE,
     DEFAULT_KERNELS,
     block_sizes,
     build_plan,
@@ -28,20 +27,21 @@ from hybridkv.planner import (
 )
 from hybridkv.slab_search import BlockChoice, BlockShape, SlabChoice, choose_slab, slab_choices
 from hybridkv.specs import LayerSpec, ModelSpec
-from hybridkv.units import round_up
+from hybridkv.units import check_integer, round_up
 
 Groups = Sequence[KVCacheGroup]
-_MAX_CANDIDATES = 200  # slabs to try on every rank
+_MAX_CANDIDATES = 200  # slabs that suit the largest blocks, to try on every rank
+_MAX_SCALE = 64  # blocks a slab of the largest ones, between the mixes of the ranks
 
 
 def split_layers(spec: ModelSpec, num_stages: int) -> tuple[ModelSpec, ...]:
     """Cut a model into pipeline stages of consecutive layers, as even as they go; layers keep their numbers.
 
-    Raises: SpecError for a stage without a cache, or for a layer that shares the cache of another stage.
+    Raises: SpecError for more stages than layers, for a stage without a cache, or for a layer that shares the cache of
+        another stage.
     """
     num_layers = spec.num_layers
-    if not 1 <= num_stages <= num_layers:
-        raise SpecError(f"num_stages: got {num_stages}, expected 1 to {num_layers}, the model's layers")
+    check_integer("num_stages", num_stages, 1, num_layers)
     bounds = [stage * num_layers // num_stages for stage in range(num_stages + 1)]
     stages = []
     for stage, (start, stop) in enumerate(pairwise(bounds)):
@@ -55,7 +55,7 @@ def split_layers(spec: ModelSpec, num_stages: int) -> tuple[ModelSpec, ...]:
         layers = tuple(layer if start <= layer.layer < stop else LayerSpec(layer=layer.layer) for layer in spec.layers)
         if not any(cache.tensors for layer in layers for cache in layer.caches):
             raise SpecError(f"num_stages: got {num_stages}, stage {stage} has no cache; use fewer stages")
-        stages.append(spec.model_copy(update={"layers": layers}))
+        stages.append(spec.with_layers(layers))
     return tuple(stages)
 
 
@@ -64,7 +64,7 @@ def plan_ranks(
     memory_bytes: Sequence[int],
     limits: BatchLimits,
     *,
-    block_size: int | Mapping[int, int] = DEFAULT_BLOCK_SIZE,
+    block_size: int | Mapping[int, int] | None = None,
     kernels: KernelConstraints = DEFAULT_KERNELS,
 ) -> tuple[CachePlan, ...]:
     """Plan one arena a rank, with equal groups, block sizes, parts, blocks a slab and number of slabs.
@@ -76,11 +76,17 @@ def plan_ranks(
         specs: what each rank keeps: the same spec for tensor parallelism (`apply_options` makes it), the stages of
             `split_layers` for pipeline parallelism.
         memory_bytes: bytes of each rank's arena.
+        block_size: as for `plan_cache`; None takes the smallest one of at least 16 tokens that suits model and kernels.
+
+    Ranks of different mixes of layers pad, since their slabs hold equal numbers of blocks: see
+    `GroupPlan.padding_fraction` of each.
 
     Raises: SpecError as `plan_cache`.
     """
     if not specs or len(specs) != len(memory_bytes):
         raise SpecError(f"memory_bytes: got {len(memory_bytes)} for {len(specs)} ranks, expected one for each of them")
+    for rank, memory in enumerate(memory_bytes):
+        check_integer(f"memory of rank {rank}", memory, 0)
     lifecycles = list(dict.fromkeys(group.lifecycle for spec in specs for group in group_layers(spec)))
     groups = [group_layers(spec, lifecycles) for spec in specs]
     sizes = block_sizes(groups[0], block_size, kernels)
@@ -99,26 +105,28 @@ def plan_ranks(
 
 
 def _agree(groups: Sequence[Groups], sizes: Sequence[int], kernels: KernelConstraints) -> list[SlabChoice]:
-    """Return one slab a rank with equal parts and blocks a slab, in which the worst padding of all ranks is least.
+    """Return one slab a rank with equal parts and blocks a slab; of the candidates, the one that pads least.
 
-    Candidates are the slabs that suit a rank with the largest blocks of each group; the first within the bound wins.
+    What pads is the group whose share of a rank is small: no numbers of blocks suit ranks of different mixes. So the
+    numbers tried go from the mix of the largest blocks to the one between the extremes of all ranks, and the first
+    within the bound wins.
     """
-    shapes = [
-        [_shapes_by_parts(own, groups, size, kernels) for own, size in zip(rank, sizes, strict=True)] for rank in groups
+    payloads = [
+        [_payload_by_parts(own, groups, size, kernels) for own, size in zip(rank, sizes, strict=True)]
+        for rank in groups
     ]
+    shared_parts = [set.intersection(*(set(rank[group]) for rank in payloads)) for group in range(len(sizes))]
     largest = [
-        [
-            BlockShape(parts, max(rank[group][parts] for rank in shapes))
-            for parts in set.intersection(*(set(rank[group]) for rank in shapes))
-        ]
-        for group in range(len(sizes))
+        [BlockShape(parts, max(rank[group][parts] for rank in payloads)) for parts in sorted(shared)]
+        for group, shared in enumerate(shared_parts)
     ]
     exact = not any(group.is_state for group in groups[0])
-    candidates = [choose_slab(largest, kernels, exact=exact)]
-    candidates += slab_choices(largest, kernels, kernels.max_padding, _MAX_CANDIDATES)
     best: list[SlabChoice] = []
-    for candidate in candidates:
-        slabs = [_cut(candidate, rank, kernels) for rank in shapes]
+    for parts, counts in _candidates(largest, payloads, kernels, exact):
+        own = [[payload[n] for payload, n in zip(rank, parts, strict=True)] for rank in payloads]
+        slabs = [_cut(parts, counts, rank, kernels) for rank in own]
+        if max(slab.slab_bytes for slab in slabs) > kernels.max_slab_bytes:
+            continue
         if not best or _worst_padding(slabs) < _worst_padding(best):
             best = slabs
         if _worst_padding(best) <= kernels.max_padding:
@@ -126,7 +134,41 @@ def _agree(groups: Sequence[Groups], sizes: Sequence[int], kernels: KernelConstr
     return best
 
 
-def _shapes_by_parts(
+def _candidates(
+    largest: Sequence[Sequence[BlockShape]],
+    payloads: Sequence[Sequence[Mapping[int, int]]],
+    kernels: KernelConstraints,
+    exact: bool,
+) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Yield parts and blocks a slab of every group to try."""
+    fitting = [choose_slab(largest, kernels, exact=exact)]
+    fitting += slab_choices(largest, kernels, kernels.max_padding, _MAX_CANDIDATES)
+    for slab in fitting:
+        yield (
+            tuple(block.num_parts for block in slab.blocks),
+            tuple(slab.slab_bytes // block.stride_bytes for block in slab.blocks),
+        )
+    for shapes in product(*largest):
+        parts = tuple(shape.num_parts for shape in shapes)
+        weights = _middle_weights([[payload[n] for payload, n in zip(rank, parts, strict=True)] for rank in payloads])
+        for scale in range(1, _MAX_SCALE + 1):
+            yield parts, tuple(max(1, round(scale * weight)) for weight in weights)
+
+
+def _middle_weights(payloads: Sequence[Sequence[int]]) -> list[float]:
+    """Return blocks a slab, the fewest 1, by which no rank pads more than the rank most unlike it.
+
+    In logarithms: a group takes the middle between its smallest and its largest share of a rank.
+    """
+    shares = []
+    for rank in payloads:
+        logs = [log(max(payload, 1)) for payload in rank]
+        shares.append([own - sum(logs) / len(logs) for own in logs])
+    middles = [(min(group) + max(group)) / 2 for group in zip(*shares, strict=True)]
+    return [exp(max(middles) - middle) for middle in middles]
+
+
+def _payload_by_parts(
     own: KVCacheGroup, ranks: Sequence[Groups], block_size: int, kernels: KernelConstraints
 ) -> dict[int, int]:
     """Return bytes a block by number of parts, for every number that divides the layers of some rank."""
@@ -136,15 +178,15 @@ def _shapes_by_parts(
     return {shape.num_parts: shape.payload_bytes for shape in shapes}
 
 
-def _cut(candidate: SlabChoice, payloads: Sequence[Mapping[int, int]], kernels: KernelConstraints) -> SlabChoice:
-    """Return one rank's smallest slab that holds the candidate's blocks of every group."""
-    counts = [candidate.slab_bytes // block.stride_bytes for block in candidate.blocks]
-    own = [payload[block.num_parts] for payload, block in zip(payloads, candidate.blocks, strict=True)]
-    largest = max(count * payload for count, payload in zip(counts, own, strict=True))
+def _cut(
+    parts: Sequence[int], counts: Sequence[int], payloads: Sequence[int], kernels: KernelConstraints
+) -> SlabChoice:
+    """Return one rank's smallest slab that holds `counts` blocks of each group."""
+    largest = max(count * payload for count, payload in zip(counts, payloads, strict=True))
     slab_bytes = round_up(largest, kernels.alignment_bytes * lcm(*counts))
     blocks = (
-        BlockChoice(block.num_parts, payload, slab_bytes // count)
-        for block, payload, count in zip(candidate.blocks, own, counts, strict=True)
+        BlockChoice(num_parts, payload, slab_bytes // count)
+        for num_parts, payload, count in zip(parts, payloads, counts, strict=True)
     )
     return SlabChoice(slab_bytes, tuple(blocks))
 

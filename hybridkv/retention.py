@@ -6,7 +6,7 @@ One pure function per question, over arrays of rows:
              |  dead    |  still needed by the next query   |
 """
 
-from math import ceil, gcd
+from math import gcd
 from typing import assert_never
 
 import numpy as np
@@ -60,10 +60,15 @@ def num_needed_tokens(lifecycle: Lifecycle, num_tokens: int) -> int:
 
 def needed_bytes(spec: ModelSpec, num_tokens: int) -> int:
     """Return the bytes that one sequence of `num_tokens` tokens must keep, whatever the layout."""
-    per_token = sum(
-        cache.bytes_per_token * num_needed_tokens(cache.lifecycle, num_tokens) for _, _, cache in spec.owned_caches()
+    return sum(
+        cache.bytes_per_sequence
+        + sum(
+            tensor.entry_bytes * cdiv(num_needed_tokens(cache.lifecycle, num_tokens), tensor.tokens_per_entry)
+            for tensor in cache.tensors
+            if tensor.kind == "per_token"
+        )
+        for _, _, cache in spec.owned_caches()
     )
-    return ceil(per_token) + sum(cache.bytes_per_sequence for _, _, cache in spec.owned_caches())
 
 
 def frees_blocks(lifecycle: Lifecycle) -> bool:

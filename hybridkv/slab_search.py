@@ -19,6 +19,8 @@ import numpy as np
 from hybridkv.limits import KernelConstraints
 from hybridkv.units import cdiv
 
+_MIN_PADDING, _MAX_PADDING = 2**-10, 0.25  # between them the search doubles its bound
+
 
 @dataclass(frozen=True)
 class BlockShape:
@@ -77,21 +79,35 @@ def slab_choices(
 def choose_slab(shapes: Sequence[Sequence[BlockShape]], kernels: KernelConstraints, *, exact: bool) -> SlabChoice:
     """Return the smallest slab within `kernels.max_padding`, or within the smallest doubling of it that has any.
 
-    With `exact`, a slab without padding is taken if there is one. Every group needs a shape that fits the largest slab.
+    With `exact`, a slab without padding is taken if there is one. Past a quarter, the slab is one block of the group
+    whose blocks are largest. Every group needs a shape that fits the largest slab.
     """
-    bounds = [0.0] if exact else []
-    bound = max(kernels.max_padding, 2**-10)
-    while bound < 0.9:
-        bounds.append(bound)
-        bound *= 2
-    found = (slab_choices(shapes, kernels, bound) for bound in [*bounds, 1.0])
-    return next(choices[0] for choices in found if choices)
+    bounds = [0.0, kernels.max_padding] if exact else [kernels.max_padding]
+    while bounds[-1] <= _MAX_PADDING / 2:
+        bounds.append(max(2 * bounds[-1], _MIN_PADDING))
+    found = (slab_choices(shapes, kernels, bound) for bound in bounds)
+    return next((choices[0] for choices in found if choices), None) or _one_block_slab(shapes, kernels)
+
+
+def _one_block_slab(shapes: Sequence[Sequence[BlockShape]], kernels: KernelConstraints) -> SlabChoice:
+    unit = kernels.alignment_bytes
+    smallest = [min(group_shapes, key=lambda shape: shape.payload_bytes) for group_shapes in shapes]
+    units = [max(1, cdiv(shape.payload_bytes, unit)) for shape in smallest]
+    slab = max(units)
+    strides = [next(stride for stride in range(own, slab + 1) if slab % stride == 0) for own in units]
+    return SlabChoice(
+        slab * unit,
+        tuple(
+            BlockChoice(shape.num_parts, shape.payload_bytes, stride * unit)
+            for shape, stride in zip(smallest, strides, strict=True)
+        ),
+    )
 
 
 def _strides(shape: BlockShape, unit: int, max_padding: float, num_units: int) -> range:
     least = max(1, cdiv(shape.payload_bytes, unit))
-    most = min(num_units, int(shape.payload_bytes / (1 - max_padding) / unit)) if max_padding < 1 else num_units
-    return range(least, most + 1)
+    most = int(shape.payload_bytes / (1 - max_padding) / unit)
+    return range(least, min(most, num_units) + 1)
 
 
 def _best_blocks(shapes: Sequence[BlockShape], slab: int, unit: int, max_padding: float) -> BlockChoice:

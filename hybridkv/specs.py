@@ -14,7 +14,6 @@ Every model is frozen and strict; unknown fields are refused. A wrong value give
 
 import json
 from collections.abc import Iterator
-from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -35,7 +34,7 @@ DTYPE_BYTES = {
 }
 Dtype = Literal["float32", "bfloat16", "float16", "float8_e4m3fn", "float8_e5m2", "int8", "uint8"]
 StateFamily = Literal["mamba1", "mamba2", "gated_delta_net", "kda", "lightning", "short_conv", "rglru"]
-PositiveInt = Annotated[int, Field(ge=1)]
+PositiveInt = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class FullAttention(Frozen):
@@ -201,6 +200,10 @@ class ModelSpec(Frozen):
             fail("layers", "no layer owns a cache", "a model without caches needs no cache manager")
         return self
 
+    def with_layers(self, layers: tuple[LayerSpec, ...]) -> "ModelSpec":
+        """Return the model with other layers, validated again."""
+        return ModelSpec(name=self.name, model_type=self.model_type, max_model_len=self.max_model_len, layers=layers)
+
     def owned_caches(self) -> Iterator[tuple[int, int, LayerCache]]:
         """Yield `(layer, cache index, cache)` for every cache that owns bytes, in layer order."""
         for layer in self.layers:
@@ -208,7 +211,7 @@ class ModelSpec(Frozen):
                 if cache.shares_kv_with is None:
                     yield layer.layer, cache_idx, cache
 
-    @cached_property
+    @property
     def num_layers(self) -> int:
         """Number of layers, those without caches included."""
         return len(self.layers)

@@ -41,6 +41,17 @@ def int_array(name: str, values: ArrayLike) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
+def check_integer(name: str, value: object, least: int = 1, most: int = INT64_MAX) -> int:
+    """Return `value` if it is an integer from `least` to `most`.
+
+    Raises: SpecError that names it; true and false are no integers.
+    """
+    if not isinstance(value, int | np.integer) or isinstance(value, bool) or not least <= value <= most:
+        bound = f"from {least} to {most}" if most < INT64_MAX else f"of at least {least}"
+        raise SpecError(f"{name}: got {value!r}, expected an integer {bound}")
+    return int(value)
+
+
 def parse_bytes(text: str) -> int:
     """Parse `"80GiB"`, `"512 MB"` or `"1073741824"` into bytes.
 

@@ -6,12 +6,14 @@ without a reader is read where its fields leave one reading only; what they leav
 
 from collections.abc import Mapping
 
+from pydantic import ValidationError
+
 from hybridkv.errors import SpecError
 from hybridkv.hf_config.fields import ConfigFields
 from hybridkv.hf_config.reader import read_config
 from hybridkv.hf_config.registry import FAMILIES, WRAPPERS, find_family
 from hybridkv.options import DEFAULT_OPTIONS, CacheOptions, apply_options
-from hybridkv.spec_base import short_repr
+from hybridkv.spec_base import readable_errors, short_repr
 from hybridkv.specs import ModelSpec
 
 __all__ = ["CacheOptions", "known_families", "model_spec_from_config", "read_config"]
@@ -33,8 +35,12 @@ def model_spec_from_config(
         raise SpecError(f"config of {name!r}: got {short_repr(config)}, must be an object; pass read_config(...)")
     top = ConfigFields(f"config of {name!r}: ", config, max_source_tokens=options.max_source_tokens)
     model_type, read_family, fields = find_family(top)
-    decoder = read_family(fields)
-    spec = ModelSpec(name=name, model_type=model_type, max_model_len=decoder.max_model_len, layers=decoder.layers)
+    try:
+        decoder = read_family(fields)
+        spec = ModelSpec(name=name, model_type=model_type, max_model_len=decoder.max_model_len, layers=decoder.layers)
+    except ValidationError as error:
+        # Fields that are right one by one may multiply to a size that no cache has.
+        raise SpecError(f"config of {name!r}: {'; '.join(readable_errors(error))}") from None
     return apply_options(spec, options)
 
 

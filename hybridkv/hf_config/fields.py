@@ -10,6 +10,7 @@ from typing import TypeGuard
 
 from hybridkv.errors import SpecError
 from hybridkv.spec_base import short_repr
+from hybridkv.units import INT32_MAX
 
 
 @dataclass(frozen=True)
@@ -41,9 +42,9 @@ class ConfigFields:
     def integer(self, name: str, default: int | None = None, *, at_least: int = 1) -> int:
         """Return an integer field, the default for a missing key; `null` is an error, as is a missing default."""
         value = self.values.get(name, default)
-        if not _is_integer(value) or value < at_least:
+        if not _is_integer(value) or not at_least <= value <= INT32_MAX:
             fix = "give it" if default is None else f"correct it, or remove it for {default}"
-            raise self.error(name, f"must be an integer of at least {at_least}", fix)
+            raise self.error(name, _integer_rule(value, at_least), fix)
         return value
 
     def optional_integer(self, name: str, default: int | None, *, null_means: str) -> int | None:
@@ -51,8 +52,8 @@ class ConfigFields:
         value = self.values.get(name, default)
         if value is None:
             return None
-        if not _is_integer(value) or value < 1:
-            raise self.error(name, "must be an integer of at least 1", f"correct it, or use null for {null_means}")
+        if not _is_integer(value) or not 1 <= value <= INT32_MAX:
+            raise self.error(name, _integer_rule(value, 1), f"correct it, or use null for {null_means}")
         return value
 
     def flag(self, name: str, default: bool) -> bool:
@@ -108,6 +109,11 @@ class ConfigFields:
 
 def _is_integer(value: object) -> TypeGuard[int]:
     return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _integer_rule(value: object, at_least: int) -> str:
+    too_large = _is_integer(value) and value > INT32_MAX
+    return f"must be an integer of at most {INT32_MAX}" if too_large else f"must be an integer of at least {at_least}"
 
 
 def _json_words(value: object) -> object:

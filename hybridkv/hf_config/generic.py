@@ -33,9 +33,19 @@ _HINTS = re.compile(
     | full_attn | layers_block | hybrid | no_op | skip_layer | no_rope | nope_layer | window | chunk | swa_ | _swa
     | global_ | local_(?!experts) | ut_steps | loop | cross | encoder | multi_query | kv_heads | n_head_kv
     | kv_channels | query_groups | key_value_groups | attention_groups | qk_\w*dim | v_head_dim | value_\w*dim
-    | head_dims | head_size | attention_head_dim | attn_config | attention_config | attn_cfg""",
+    | head_dims | head_size | attention_head_dim | attn_config | attention_config | attn_cfg
+    | (^|_)(mla|swa|gla|mlstm|slstm)(_|$) | (key|kv|head|value)\w*_(heads|per_layer) | per_layer_heads
+    | (sliding|full|local|k|v|key|value|swa)_head | head_dim_ | delta | rnn | lstm | retnet | hyena | kv_\w*shar
+    | kv_cache""",
     re.VERBOSE | re.IGNORECASE,
 )
+# model types of encoders, of other modalities, of halves of a model
+_NOT_A_DECODER = re.compile(
+    r"(^|_)(encoder|decoder|vision|visual|audio|speech|embedding|vit|bert)(_|$)|bert", re.IGNORECASE
+)
+_CAUSAL = ("ForCausalLM", "ForConditionalGeneration", "LMHeadModel")
+# lists with an entry a layer that say nothing about caches
+_OTHER_LISTS = re.compile("mlp|moe|expert|router|dense|rope|deepstack|spars", re.IGNORECASE)
 # nested objects that say nothing about caches of the text model
 _IGNORED = re.compile(
     r"^rope_|rope_theta|rotary|quant|compression|id2label|label2id|auto_map|vision|audio|image|video|text_config|per_layer_config"
@@ -60,10 +70,11 @@ def generic(fields: ConfigFields) -> Decoder:
     Raises: UnsupportedModel if a field is missing or a field may say something about caches that these rules do not
         know; SpecError for a wrong value.
     """
+    _check_decodes(fields)
     outer = [fields.parent] if fields.parent is not None else []
     hints = [hint for config in (fields, *outer) for hint in _hints(config.values)]
     if hints:
-        shown = ", ".join(f"{name}={short_repr(value, 40)}" for name, value in hints)
+        shown = ", ".join(f"{_one_line(name)}={short_repr(value, 40)}" for name, value in hints)
         raise _unsupported(fields, f"these fields may say more about its caches: {shown}")
     missing = [name for name in _REQUIRED if fields.raw(name) is None]
     if fields.raw("head_dim") is None and fields.raw("hidden_size") is None:
@@ -73,6 +84,9 @@ def generic(fields: ConfigFields) -> Decoder:
     unknown = [name for name in fields.optional_list("layer_types") or [] if name not in _KINDS]
     if unknown:
         raise _unsupported(fields, f"layer_types has {short_repr(unknown[0], 40)}, known are {', '.join(_KINDS)}")
+    listed = fields.optional_list("layer_types") or []
+    if "attention" in listed and (fields.raw("sliding_window"), fields.raw("attention_chunk_size")) != (None, None):
+        raise _unsupported(fields, "layer_types says 'attention', which beside a window may or may not slide")
     kinds = explicit_kinds(fields, _NO_DEFAULTS, (FULL, SLIDING, CHUNKED))
     tokens = window(fields, _NO_DEFAULTS)
     if kinds is None:
@@ -80,6 +94,17 @@ def generic(fields: ConfigFields) -> Decoder:
             if fields.raw(name) is not None:
                 raise _unsupported(fields, f"missing: layer_types, which says the layers that {name} is for")
     return decoder(fields, _NO_DEFAULTS, window_tokens=tokens, kinds=kinds)
+
+
+def _check_decodes(fields: ConfigFields) -> None:
+    """Refuse what is no plain decoder by name: an encoder keeps no cache, a half of a model not all of it."""
+    model_type = str(fields.raw("model_type"))
+    named = fields.raw("architectures")
+    if named is None and fields.parent is not None:
+        named = fields.parent.raw("architectures")
+    names = [str(name) for name in named] if isinstance(named, list | tuple) else []
+    if _NOT_A_DECODER.search(model_type) or (names and not any(name.endswith(_CAUSAL) for name in names)):
+        raise _unsupported(fields, f"it does not look like a causal language model (architectures: {names or 'none'})")
 
 
 def _unsupported(fields: ConfigFields, reason: str) -> UnsupportedModel:
@@ -92,12 +117,18 @@ def _unsupported(fields: ConfigFields, reason: str) -> UnsupportedModel:
     )
 
 
+def _one_line(name: str) -> str:
+    return name if name.isprintable() else repr(name)
+
+
 def _hints(values: Mapping[str, object]) -> Iterator[tuple[str, object]]:
     """Yield the fields, nested ones included, that may say something about caches that the rules do not know."""
+    count = values.get("num_hidden_layers")
     for name, value in values.items():
         if name in _UNDERSTOOD or value is None or value is False or _IGNORED.search(str(name)):
             continue
-        if _HINTS.search(str(name)):
+        is_per_layer = isinstance(value, list | tuple) and len(value) == count and not _OTHER_LISTS.search(str(name))
+        if _HINTS.search(str(name)) or is_per_layer:
             yield str(name), value
         elif isinstance(value, Mapping):
             # geometry inside another object is that of some other part, or of the real decoder

@@ -183,10 +183,10 @@ def test_a_mixed_load_is_what_the_pool_takes_in_its_order(name: str) -> None:
     for start in range(len(lengths)):
         order = [*lengths[start:], *lengths[:start]]
         admitted = 0
-        while admitted < len(order) and takes(plan, order[: admitted + 1]):
+        while takes(plan, (order * 9)[: admitted + 1]):
             admitted += 1
         counts.append(admitted)
-        tokens.append(sum(order[:admitted]))
+        tokens.append(sum((order * 9)[:admitted]))
     mixed = mixed_capacity(plan, lengths)
     assert (mixed.min_concurrency, mixed.max_concurrency) == (min(counts), max(counts))
     assert mixed.mean_concurrency == pytest.approx(np.mean(counts))
@@ -235,3 +235,21 @@ def test_too_many_sequences_are_refused_with_the_number_that_fits() -> None:
     most = max_concurrency(plan, 50)
     with pytest.raises(SpecError, match=f"room for {most}"):
         measure_waste(plan, 50, most + 1)
+
+
+def test_no_longer_context_than_the_tables_are_made_for() -> None:
+    """A length beyond `max_model_len` is refused, as the manager would refuse it."""
+    plan = plan_of(SPECS["full"], 12_000)
+    for ask in (
+        lambda: max_concurrency(plan, 201),
+        lambda: measure_waste(plan, 201, 0),
+        lambda: mixed_capacity(plan, [5, 201]),
+    ):
+        with pytest.raises(SpecError, match="got 201 tokens, the plan's tables are made for max_model_len=200"):
+            ask()
+
+
+def test_a_short_load_is_repeated() -> None:
+    """A load of one sequence fits as often as that sequence does."""
+    plan = plan_of(SPECS["gemma"], 60_000)
+    assert mixed_capacity(plan, [90]).max_concurrency == max_concurrency(plan, 90)

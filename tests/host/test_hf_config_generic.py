@@ -19,7 +19,7 @@ NAMES = [TYPE_NAMES[kind] for kind in (F, S, C, F, S, C)]
 @pytest.mark.parametrize(("fields", "expected"), [
     ({}, [F] * 6),
     ({"sliding_window": None, "attention_chunk_size": None, "layer_types": None}, [F] * 6),
-    ({"layer_types": ["attention"] * 6, "sliding_window": 8}, [F] * 6),
+    ({"layer_types": ["attention"] * 6}, [F] * 6),
     ({"layer_types": NAMES, "sliding_window": 8, "attention_chunk_size": 4}, [F, S, C, F, S, C]),
     ({"per_layer_config": {"03": {"sliding_window": 8}}}, [F, F, F, S, F, F]),
 ])  # fmt: skip
@@ -96,6 +96,19 @@ HINTS: Config = {
     "attn_config": {"kv_n_heads": 2},
     "decoder": {"mamba_expand": 2},
     "language_config": {"num_hidden_layers": 2},
+    "num_key_value_heads_per_layer": [2] * 6,
+    "key_value_heads": 2,
+    "sliding_head_dim": 8,
+    "k_head_dim": 8,
+    "head_dim_v": 8,
+    "mla": True,
+    "swa": True,
+    "use_deltanet": True,
+    "rnn_width": 8,
+    "xlstm_block": {},
+    "gla_layers": [1],
+    "hyena_order": 2,
+    "kv_cache_sharing": True,
 }
 
 
@@ -166,3 +179,38 @@ def test_a_recorded_model_under_an_unknown_name_is_right_or_refused(name: str) -
     except UnsupportedModel:
         outcome = None
     assert outcome is None or outcome.layers == spec.layers
+
+
+@pytest.mark.parametrize("fields", [
+    {"model_type": "made_up_vision"},
+    {"model_type": "t5gemma9_decoder"},
+    {"model_type": "eurobert"},
+    {"architectures": ["MadeUpForSequenceClassification"]},
+    {"architectures": ["MadeUpModel"]},
+])  # fmt: skip
+def test_what_is_no_causal_model_is_refused(fields: Config) -> None:
+    """An encoder keeps no cache, a half of a model not all of it: neither is priced as a decoder."""
+    with pytest.raises(UnsupportedModel, match="does not look like a causal language model"):
+        read({**unknown(), **fields})
+    read({**unknown(), "architectures": ["MadeUpForCausalLM"]})
+
+
+@pytest.mark.parametrize("field", ["sliding_window", "attention_chunk_size"])
+def test_attention_beside_a_window_is_ambiguous(field: str) -> None:
+    """Older files call layers 'attention' that slide as well as layers that do not."""
+    with pytest.raises(UnsupportedModel, match="may or may not slide"):
+        read({**unknown(), "layer_types": ["attention"] * 6, field: 8})
+
+
+def test_an_odd_name_stays_on_one_line() -> None:
+    """A field whose name holds a line break is shown escaped."""
+    with pytest.raises(UnsupportedModel) as caught:
+        read({**unknown(), "mamba\nsize": 3})
+    assert len(str(caught.value).splitlines()) == 1
+
+
+def test_an_unknown_list_with_an_entry_a_layer_is_a_hint() -> None:
+    """A list as long as the model is deep may mark layers that keep something else; one about experts does not."""
+    with pytest.raises(UnsupportedModel, match="may say more about its caches: made_up_marks="):
+        read({**unknown(), "made_up_marks": [0, 0, 1, 0, 0, 1]})
+    read({**unknown(), "made_up_marks": [0, 1], "mlp_layer_types": ["dense"] * 6})

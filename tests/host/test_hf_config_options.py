@@ -176,3 +176,10 @@ def test_a_wrong_option_is_named(field: str, value: object) -> None:
     """An option out of range or of an unknown name is refused with its name and value."""
     with pytest.raises(ValidationError, match=re.escape(f"{field}: got {value!r}")):
         CacheOptions.model_validate({field: value})
+
+
+def test_draft_layers_count_as_layers() -> None:
+    """The layers of a spec are counted anew once options have added some, whoever asked for the number before."""
+    spec = ModelSpec.load("Qwen3-8B")
+    assert spec.num_layers == 36
+    assert apply_options(spec, CacheOptions(draft_layers=2)).num_layers == 38

@@ -408,13 +408,13 @@ def test_longer_contexts_hold_no_more(spec: ModelSpec, memory: int, lengths: lis
 def test_wrong_arguments_are_named() -> None:
     """Sizes below 1 and sources that no encoder gives are refused with their name, value and bound."""
     spec = encoder_decoder(10)
-    with pytest.raises(SpecError, match="memory_bytes: got 0, expected at least 1"):
+    with pytest.raises(SpecError, match="memory_bytes: got 0, expected an integer of at least 1"):
         compare_layouts(spec, 0, [1])
-    with pytest.raises(SpecError, match="context: got 0, expected at least 1"):
+    with pytest.raises(SpecError, match="context: got 0, expected an integer of at least 1"):
         compare_layouts(spec, 1, [5, 0])
-    with pytest.raises(SpecError, match="block_size: got 0, expected at least 1"):
+    with pytest.raises(SpecError, match="block_size: got 0, expected an integer of at least 1"):
         compare_layouts(spec, 1, [1], block_size=0)
-    with pytest.raises(SpecError, match="block_size: got -1, expected at least 1"):
+    with pytest.raises(SpecError, match="block_size: got -1, expected an integer of at least 1"):
         one_page_layout(spec, -1)
     with pytest.raises(SpecError, match="every_tokens: got 0"):
         state_checkpoints_bytes(spec, 1, 0)

@@ -6,7 +6,7 @@ from hybridkv.capacity import max_concurrency
 from hybridkv.errors import SpecError
 from hybridkv.limits import BatchLimits, KernelConstraints, Load
 from hybridkv.planner import describe_cache, plan_cache, planned_waste
-from hybridkv.specs import CacheTensor, LayerCache, ModelSpec, SlidingWindow, known_models
+from hybridkv.specs import CacheTensor, ChunkedAttention, LayerCache, ModelSpec, SlidingWindow, known_models
 from tests.models import FULL, gemma_like, kv_cache, model, state_cache
 
 GIB, MIB = 2**30, 2**20
@@ -116,3 +116,43 @@ def test_describing_never_refuses_for_memory() -> None:
     for bad in (-1, True, 1.5):
         with pytest.raises(SpecError, match="memory: got"):
             describe_cache(spec, bad, SERVING)  # type: ignore[arg-type]
+
+
+def test_advice_in_refusals_works_when_followed() -> None:
+    """The memory or the block size that an error names is accepted, and one byte less is not."""
+    spec = gemma_like()
+    with pytest.raises(SpecError) as caught:
+        plan_cache(spec, 100, SERVING, block_size=16)
+    least = int(str(caught.value).split("expected at least ")[1].split(" ")[0])
+    plan_cache(spec, least, SERVING, block_size=16)
+    with pytest.raises(SpecError):
+        plan_cache(spec, least - 1, SERVING, block_size=16)
+    wide = model(kv_cache(FULL, 1, 2**20), kv_cache(SlidingWindow(window=8), 1, 3))
+    kernels = KernelConstraints(block_size_power_of_two=True)
+    with pytest.raises(SpecError, match="use a block_size of 8"):
+        plan_cache(wide, GIB, SERVING, block_size=16, kernels=kernels)
+    plan_cache(wide, GIB, SERVING, block_size=8, kernels=kernels)
+    with pytest.raises(SpecError, match="use a larger max_slab_bytes"):
+        plan_cache(wide, GIB, SERVING, block_size=1, kernels=KernelConstraints(max_slab_bytes=MIB))
+    limit = KernelConstraints(max_tensor_elements=2**20)
+    with pytest.raises(SpecError) as caught:
+        plan_cache(spec, GIB, SERVING, block_size=16, kernels=limit)
+    most = int(str(caught.value).split("use at most ")[1].split(" ")[0])
+    plan_cache(spec, most, SERVING, block_size=16, kernels=limit)
+
+
+def test_the_limit_of_sequences_counts_in_planned_waste() -> None:
+    """With two sequences in a large memory the null blocks and the tables weigh more than with as many as fit."""
+    plan = plan_cache(ModelSpec.load("gemma-3-27b"), 80 * GIB, SERVING, block_size=16)
+    assert planned_waste(plan, Load((8192,), max_num_seqs=2)) > planned_waste(plan, Load((8192,)))
+
+
+def test_a_full_chunk_of_whole_blocks_has_no_ragged_ends() -> None:
+    """Chunks of 64 tokens take 4 blocks of 16; windows of 64 tokens take 4 and on average most of a fifth."""
+    plan = plan_cache(
+        model(kv_cache(ChunkedAttention(chunk=64)), kv_cache(SlidingWindow(window=64))), MIB, SERVING, block_size=16
+    )
+    chunked, window = plan.groups
+    assert chunked.expected_blocks(1000) == 4
+    assert window.expected_blocks(1000) == (64 + 15) / 16
+    assert chunked.expected_blocks(40) == window.expected_blocks(40) == (40 + 7.5) / 16

@@ -6,6 +6,7 @@ from hypothesis import strategies as st
 
 from hybridkv.errors import SpecError
 from hybridkv.limits import BatchLimits, KernelConstraints
+from hybridkv.options import CacheOptions, apply_options
 from hybridkv.plan import CachePlan
 from hybridkv.planner import plan_cache
 from hybridkv.ranks import plan_ranks, split_layers
@@ -106,7 +107,7 @@ def test_bad_stages_are_refused() -> None:
     with pytest.raises(SpecError, match="stage 1 has no cache"):
         split_layers(model(own, []), 2)
     for num_stages in (0, 3):
-        with pytest.raises(SpecError, match=f"num_stages: got {num_stages}, expected 1 to 2"):
+        with pytest.raises(SpecError, match=f"num_stages: got {num_stages}, expected an integer from 1 to 2"):
             split_layers(model(own, own), num_stages)
     with pytest.raises(SpecError, match="memory_bytes: got 1 for 2 ranks"):
         plan_ranks([gemma_like()] * 2, [MIB], LIMITS)
@@ -125,3 +126,22 @@ def test_kernel_constraints_hold_on_every_rank() -> None:
         plan_ranks([gemma_like()] * 2, [MIB, MIB], LIMITS, block_size=24, kernels=kernels)
     plans = plan_ranks([gemma_like()] * 2, [MIB, MIB], LIMITS, block_size=16, kernels=kernels)
     assert all(group.block_stride_bytes % 512 == 0 for plan in plans for group in plan.groups)
+
+
+def test_ranks_of_unlike_mixes_meet_in_the_middle() -> None:
+    """Five windows beside one full layer, then two beside two: neither rank pads more than it must."""
+    window, full = kv_cache(SlidingWindow(window=64)), kv_cache(FULL)
+    stages = split_layers(model(*[window] * 5, full, *[window, full] * 3), 2)
+    plans = plan_ranks(stages, [MIB, MIB], LIMITS, block_size=16)
+    check_agreement(plans, [MIB, MIB])
+    worst = max(group.padding_fraction for plan in plans for group in plan.groups)
+    # Shares of 5:1 and 3:3 have ratios 5 and 1; the middle, sqrt(5), leaves 1 - 1/sqrt(5) of a slab.
+    assert worst <= 0.58
+    assert worst >= 1 - 5**-0.5 - 1e-9
+
+
+def test_draft_layers_are_in_the_last_stage() -> None:
+    """Layers that options added are cut into stages like the model's own."""
+    spec = apply_options(gemma_like(3, 1), CacheOptions(draft_layers=2))
+    owned = [layer for stage in split_layers(spec, 3) for layer, _, _ in stage.owned_caches()]
+    assert owned == list(range(6))
