@@ -1,6 +1,9 @@
-"""Tokens a second on Gemma 3 270M, side by side with Hugging Face's `generate` and `generate_batch`.
+"""Tokens a second side by side with Hugging Face's `generate` and `generate_batch`.
 
-    python benchmarks/run_vs_hf.py [--check] [--json] [--rounds 5]
+    python benchmarks/run_vs_hf.py [--model gemma-3-270m | hybrid] [--check] [--json] [--rounds 5]
+
+Models: Gemma 3 270M (demo extra), or a random hybrid of about 100M parameters with Mamba-2 layers, which
+`generate_batch` does not take.
 
 Every round runs each system once on the same prompts, in float32, 8 prompts, 64 new tokens each, end tokens ignored; a
 ratio is the median over rounds of (peer's seconds / our seconds) of the same round. Loads: `equal` (8 x 128 tokens) and
@@ -24,12 +27,14 @@ import numpy as np
 import torch
 from transformers import GenerationConfig
 
+from benchmarks.hybrid_model import hybrid_model
 from hybridkv.cli.run import default_cache_dir
 from hybridkv.hf_config import CacheOptions, model_spec_from_config
 from hybridkv.runner import Engine, EngineConfig, SamplingParams
 from hybridkv.runner.checkpoints import DEMO_MODEL, load_checkpoint, resolve_checkpoint
 from hybridkv.runner.verify import StopRules, verify_greedy
 
+HYBRID = "hybrid"
 LOADS = {"equal": [128] * 8, "mixed": [64, 128, 256, 512, 768, 1024, 1536, 2048]}
 NEW_TOKENS = 64
 TARGETS = {
@@ -71,7 +76,8 @@ class Ours:
     """The engine, with its step's table time."""
 
     def __init__(self, model: torch.nn.Module, config: dict[str, object], memory_bytes: int, budget: int) -> None:
-        spec = model_spec_from_config(config, name=DEMO_MODEL, options=CacheOptions(kv_dtype="float32"))
+        options = CacheOptions(kv_dtype="float32", conv_dtype="float32")
+        spec = model_spec_from_config(config, name="benchmark", options=options)
         self.model = model
         self.engine = Engine(model, spec, None, EngineConfig(memory_bytes, max_num_batched_tokens=budget))
 
@@ -124,7 +130,8 @@ def run_load(load: str, ours: Ours, peers: dict[str, System], num_rounds: int) -
     Raises: RuntimeError if they differ by more than ties.
     """
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(5, 200_000, length).tolist() for length in LOADS[load]]
+    vocab_size = ours.model.get_input_embeddings().num_embeddings
+    prompts = [rng.integers(5, min(vocab_size, 200_000), length).tolist() for length in LOADS[load]]
     outputs = ours(prompts)
     verification = verify_greedy(ours.model, prompts, outputs, StopRules([NEW_TOKENS] * len(prompts)))
     if not verification.equal:
@@ -184,6 +191,7 @@ def format_table(rows: Sequence[Row]) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return 1 where `--check` finds a target missed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", choices=[DEMO_MODEL, HYBRID], default=DEMO_MODEL)
     parser.add_argument("--rounds", type=int, default=5, help="interleaved rounds of each load")
     parser.add_argument("--loads", nargs="+", choices=list(LOADS), default=list(LOADS))
     parser.add_argument(
@@ -194,10 +202,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--json", action="store_true", help="print one JSON list of rows in place of the table")
     parser.add_argument("--check", action="store_true", help="exit 1 where a target is missed")
     arguments = parser.parse_args(argv)
-    checkpoint = load_checkpoint(resolve_checkpoint(DEMO_MODEL, arguments.cache_dir), "float32")
-    ours = Ours(checkpoint.model, dict(checkpoint.config), 2**30, arguments.max_batched_tokens)
     makers = {"generate": hf_generate, "generate_batch": hf_generate_batch}
-    peers = {name: makers[name](checkpoint.model) for name in arguments.peers}
+    if arguments.model == HYBRID:
+        model, config = hybrid_model()
+        makers = {"generate": hf_generate}
+    else:
+        checkpoint = load_checkpoint(resolve_checkpoint(DEMO_MODEL, arguments.cache_dir), "float32")
+        model, config = checkpoint.model, dict(checkpoint.config)
+    ours = Ours(model, config, 2**30, arguments.max_batched_tokens)
+    peers = {name: makers[name](model) for name in arguments.peers if name in makers}
     try:
         rows = [row for load in arguments.loads for row in run_load(load, ours, peers, arguments.rounds)]
     except Exception as error:

@@ -89,7 +89,7 @@ def _load(options: RunOptions, device: torch.device) -> tuple[Checkpoint, ModelS
         path = resolve_checkpoint(options.model, options.cache_dir, report)
         config = read_config(path)
         dtype = options.dtype or ("float32" if device.type == "cpu" else checkpoint_dtype(config))
-        cache = CacheOptions.model_validate({"kv_dtype": dtype})
+        cache = CacheOptions.model_validate({"kv_dtype": dtype, "conv_dtype": dtype})
         spec = model_spec_from_config(config, name=options.model, options=cache)
         report("Loading weights", 0.0)
         return load_checkpoint(path, dtype, device), spec

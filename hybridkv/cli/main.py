@@ -17,6 +17,7 @@ from hybridkv.cli.plan import compare, fit, plan
 from hybridkv.cli.run import run
 from hybridkv.cli.spec import spec
 from hybridkv.cli.terminal import print_error
+from hybridkv.cli.tiny import tiny
 
 # typer has moved its copy of click between versions; the base of its own exception is the one name that stays.
 _UsageError: type[Exception] = typer.BadParameter.__mro__[1]
@@ -28,7 +29,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-for command in (run, plan, fit, compare, spec):
+for command in (run, plan, fit, compare, spec, tiny):
     app.command()(command)
 
 

@@ -144,10 +144,16 @@ def run(  # noqa: PLR0913  (one argument an option is how typer works)
     raise typer.Exit(guarded(action))
 
 
-def _execute(options: RunOptions) -> int:
+def lacks_run_extra(command: str) -> bool:
+    """Return whether a package of the run extra is missing, after a line that says so."""
     missing = [name for name in _RUN_EXTRA if importlib.util.find_spec(name) is None]
     if missing:
-        print_error(f"run needs {', '.join(missing)}; install the run extra with pip install 'hybridkv[run]'")
+        print_error(f"{command} needs {', '.join(missing)}; install the run extra with pip install 'hybridkv[run]'")
+    return bool(missing)
+
+
+def _execute(options: RunOptions) -> int:
+    if lacks_run_extra("run"):
         return 2
     from hybridkv.cli.generate import generate
 

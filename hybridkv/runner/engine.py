@@ -17,7 +17,8 @@ from hybridkv.limits import BatchLimits
 from hybridkv.manager import CacheManager
 from hybridkv.multi_group import MultiGroupBlockTable
 from hybridkv.planner import plan_cache
-from hybridkv.runner.gemma import AttentionModel, LayerCaches
+from hybridkv.runner.caches import LayerCaches
+from hybridkv.runner.model import HostedModel
 from hybridkv.runner.sampler import Sampler
 from hybridkv.runner.scheduler import ScheduledBatch, Scheduler
 from hybridkv.runner.sequence import Completion, SamplingParams, Sequence
@@ -113,7 +114,7 @@ class Engine:
         self.arena = Arena(self.plan, device=self.device, layout=config.layout, kv_layout=backend.kv_layout)
         self.manager = CacheManager(self.plan)
         self.tables = MultiGroupBlockTable.from_plan(self.plan, device=self.device, tables=self.manager.tables)
-        self.model = AttentionModel(model, LayerCaches(self.plan, self.arena, backend), limits.max_model_len)
+        self.model = HostedModel(model, LayerCaches(self.plan, self.arena, backend), limits.max_model_len)
         self.scheduler = Scheduler(self.manager, config.preempt_every)
         self.sampler = Sampler(self.device)
         self.tokenizer = tokenizer
@@ -172,7 +173,8 @@ class Engine:
         geometry, input_ids, sampled = self._prepare(batch)
         self.tables.commit()
         slots = self.tables.map_slots(geometry)
-        attention = self.model.begin(self._group_batches(geometry, slots))
+        prompts = [sequence.num_prompt_tokens for sequence in batch.sequences]
+        attention = self.model.begin(self._group_batches(geometry, slots), prompts)
         forward_started = time.perf_counter()
         logits = self.model.forward(input_ids, geometry, attention, sampled)
         self.manager.commit(batch.rows, batch.num_scheduled_tokens)

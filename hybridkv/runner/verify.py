@@ -1,5 +1,6 @@
 """Greedy outputs compared with Hugging Face's own generation, token by token."""
 
+import inspect
 import math
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -10,8 +11,13 @@ from transformers import PreTrainedModel
 from hybridkv._torch import torch
 from hybridkv.errors import InvalidRequest
 
+# RecurrentGemma keeps states on its modules between calls, MiniMax forgets its length if its first layer is linear.
+_RECOMPUTED = frozenset({"minimax", "recurrent_gemma"})
 TIE_GAP = 1e-4
 """Logits closer than this may swap places between two correct ways to compute them."""
+# Their prompts go through a chunked form of the delta rule, whose logits differ by that much from a step at a time.
+_WIDE_TIE_GAP = 1e-3
+_CHUNKED_DELTA_RULE = frozenset({"qwen3_next", "qwen3_5_text", "qwen3_5_moe_text"})
 
 
 @dataclass(frozen=True)
@@ -74,6 +80,7 @@ def verify_greedy(
     outputs: Sequence[Sequence[int]],
     rules: StopRules,
     progress: Callable[[int, int], None] | None = None,
+    tie_gap: float | None = None,
 ) -> Verification:
     """Generate every prompt again with Hugging Face's cache and attention, greedily, one prompt at a time.
 
@@ -83,6 +90,7 @@ def verify_greedy(
     Args:
         outputs: the new tokens of each prompt, end token included.
         progress: called with the tokens compared so far, plus their total.
+        tie_gap: how close two logits must be to count as a tie; `default_tie_gap` of the model if None.
 
     Raises: InvalidRequest if the lengths of the lists differ.
     """
@@ -91,12 +99,13 @@ def verify_greedy(
             f"outputs: got {len(outputs)} and {len(rules.max_new_tokens)} lengths for {len(prompts)} prompts, "
             "expected one of each"
         )
+    gap = default_tie_gap(model.config.model_type) if tie_gap is None else tie_gap
     total, num_done = sum(len(output) for output in outputs), 0
     differences: list[Difference] = []
     ties: list[Tie] = []
     with _own_attention(model), torch.inference_mode():
         for prompt_idx, prompt in enumerate(prompts):
-            for found in _compare(model, prompt_idx, prompt, outputs[prompt_idx], rules):
+            for found in _compare(model, prompt_idx, prompt, outputs[prompt_idx], rules, gap):
                 if isinstance(found, Difference):
                     differences.append(found)
                 elif isinstance(found, Tie):
@@ -107,22 +116,25 @@ def verify_greedy(
     return Verification(differences[0] if differences else None, ties)
 
 
+def default_tie_gap(model_type: str) -> float:
+    """Return how close two logits of such a model must be to count as a tie."""
+    return _WIDE_TIE_GAP if model_type in _CHUNKED_DELTA_RULE else TIE_GAP
+
+
 def _compare(
-    model: PreTrainedModel, prompt_idx: int, prompt: Sequence[int], output: Sequence[int], rules: StopRules
+    model: PreTrainedModel,
+    prompt_idx: int,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    rules: StopRules,
+    tie_gap: float,
 ) -> Iterator[Difference | Tie | None]:
     """Yield the verdict on each token: None for an equal one; nothing after a difference."""
-    past_key_values = None
+    oracle = _Oracle(model)
     input_ids = list(prompt)
     token_idx = -1
     for token_idx in range(rules.max_new_tokens[prompt_idx]):
-        result = model(
-            input_ids=torch.tensor([input_ids], device=model.device),
-            past_key_values=past_key_values,
-            use_cache=True,
-            logits_to_keep=1,
-        )
-        past_key_values = result.past_key_values
-        logits = result.logits[0, -1].float()
+        logits = oracle.logits(input_ids)
         expected = int(logits.argmax())
         if token_idx == len(output):
             yield Difference(prompt_idx, token_idx, expected, None, None)
@@ -132,7 +144,7 @@ def _compare(
             yield None
         else:
             gap = _gap(logits, expected, got)
-            if gap is None or gap >= TIE_GAP:
+            if gap is None or gap >= tie_gap:
                 yield Difference(prompt_idx, token_idx, expected, got, gap)
                 return
             yield Tie(prompt_idx, token_idx, gap)
@@ -141,6 +153,40 @@ def _compare(
             break
     if len(output) > token_idx + 1:
         yield Difference(prompt_idx, token_idx + 1, None, output[token_idx + 1], None)
+
+
+class _Oracle:
+    """Hugging Face's logits for one sequence, its prompt in one piece and then token by token.
+
+    Positions are given as `generate` gives them. A model whose own cache is not to be trusted computes the whole
+    sequence every time.
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        self._model = model
+        parameters = inspect.signature(model.forward).parameters
+        names = [name for name in ("past_key_values", "cache_params") if name in parameters]
+        self._cache_name = None if model.config.model_type in _RECOMPUTED or not names else names[0]
+        self._takes_positions = "position_ids" in parameters
+        self._cache: object = None
+        self._token_ids: list[int] = []
+
+    def logits(self, new_token_ids: Sequence[int]) -> torch.Tensor:
+        """Return the logits `[vocab_size]` after some more tokens."""
+        self._token_ids += new_token_ids
+        token_ids = list(new_token_ids) if self._cache_name else self._token_ids
+        input_ids = torch.tensor([token_ids], device=self._model.device)
+        arguments: dict[str, object] = {"use_cache": self._cache_name is not None}
+        if self._cache_name is not None:
+            arguments[self._cache_name] = self._cache
+        if self._takes_positions:
+            first = len(self._token_ids) - len(token_ids)
+            arguments["position_ids"] = torch.arange(first, len(self._token_ids), device=input_ids.device)[None]
+        result = self._model(input_ids=input_ids, logits_to_keep=1, **arguments)
+        if self._cache_name is not None:
+            self._cache = getattr(result, self._cache_name)
+        logits: torch.Tensor = result.logits[0, -1].float()
+        return logits
 
 
 def _gap(logits: torch.Tensor, expected: int, got: int) -> float | None:

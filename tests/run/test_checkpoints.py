@@ -13,7 +13,7 @@ import torch
 from hybridkv.errors import CheckpointError
 from hybridkv.runner import checkpoints
 from hybridkv.runner.checkpoints import checkpoint_dtype, load_checkpoint, resolve_checkpoint
-from tests.run.tiny_models import make_tiny
+from hybridkv.runner.tiny import make_tiny
 
 HIDDEN, FEED_FORWARD, VOCAB = 32, 64, 256
 

@@ -10,8 +10,9 @@ import torch
 from hybridkv.cli import generate
 from hybridkv.cli.terminal import print_error
 from hybridkv.runner import Completion, Engine
+from hybridkv.runner.tiny import make_tiny
+from hybridkv.runner.tiny_configs import MAX_MODEL_LEN
 from tests.run.cli_harness import Run, cli_in_process, start_process
-from tests.run.tiny_models import MAX_MODEL_LEN, make_tiny
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +40,7 @@ BAD_USAGE: list[tuple[Sequence[object], str]] = [
     (("MODEL", "\udcff"), "not valid UTF-8"),
     (("MODEL", "x", "--dtype", "int3"), "--dtype"),
     (("MODEL", "x", "--memory", "lots"), "byte size: got 'lots'"),
-    (("MODEL", "x", "--memory", "10KiB"), "memory: got 10.00 KiB, expected at least"),
+    (("MODEL", "x", "--memory", "10KiB"), "memory: got 10240 bytes, expected at least"),
     (("MODEL", "x" * 200, "--memory", "200KiB"), "memory: a sequence of 264 tokens needs"),
     (("MODEL", "x" * MAX_MODEL_LEN), f"expected fewer than max_model_len={MAX_MODEL_LEN}"),
     (("MODEL", "x", "--max-model-len", MAX_MODEL_LEN + 1), "max_model_len: got 513"),
@@ -114,9 +115,9 @@ def test_unsupported_model_is_refused_before_its_weights(
     """An architecture without a reader is refused from its config alone, without loading weights."""
     for path in Path(gemma3).iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
-    (tmp_path / "config.json").write_text('{"model_type": "mamba", "num_hidden_layers": 2}')
+    (tmp_path / "config.json").write_text('{"model_type": "rwkv", "num_hidden_layers": 2}')
     monkeypatch.setattr(generate, "load_checkpoint", None)
-    assert_refused(cli("run", tmp_path, "x"), "model_type: got 'mamba', which has no reader")
+    assert_refused(cli("run", tmp_path, "x"), "model_type: got 'rwkv', which has no reader")
 
 
 def test_unknown_command_is_refused(cli: Run) -> None:

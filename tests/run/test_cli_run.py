@@ -14,8 +14,9 @@ import pytest
 
 from hybridkv.cli import generate, run
 from hybridkv.runner import Completion, Engine
+from hybridkv.runner.tiny import make_tiny
+from hybridkv.runner.tiny_configs import VOCAB_SIZE
 from tests.run.cli_harness import ROOT, Run, cli_in_process, run_json, start_process
-from tests.run.tiny_models import VOCAB_SIZE, make_tiny
 
 PROMPT = "A window slides over this prompt."
 GROUP_KEYS = {

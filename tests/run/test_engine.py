@@ -13,9 +13,10 @@ from hybridkv.runner.projection import tall_projection
 from hybridkv.runner.sampler import Sampler
 from hybridkv.runner.sequence import Sequence
 from hybridkv.runner.text import TextStream
+from hybridkv.runner.tiny import make_tiny
+from hybridkv.runner.tiny_configs import VOCAB_SIZE
 from hybridkv.runner.verify import StopRules, verify_greedy
 from tests.run.parity import run_parity, tiny_engine
-from tests.run.tiny_models import VOCAB_SIZE, make_tiny
 
 PROMPTS = [[1, 2, 3], list(range(40)), [200] * 7, [9]]
 

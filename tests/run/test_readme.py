@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from hybridkv.cli.main import main
-from tests.run.tiny_models import make_tiny
+from hybridkv.runner.tiny import make_tiny
 
 ROOT = Path(__file__).parents[2]
 README = (ROOT / "README.md").read_text()

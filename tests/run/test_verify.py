@@ -8,8 +8,16 @@ import torch
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from hybridkv.errors import InvalidRequest
-from hybridkv.runner.verify import Difference, StopRules, Verification, verify_greedy
-from tests.run.tiny_models import VOCAB_SIZE, make_tiny
+from hybridkv.runner.tiny import make_tiny
+from hybridkv.runner.tiny_configs import VOCAB_SIZE
+from hybridkv.runner.verify import (
+    Difference,
+    StopRules,
+    Tie,
+    Verification,
+    default_tie_gap,
+    verify_greedy,
+)
 
 NUM_NEW = 10
 PROMPTS = [list(range(3, 23)), [7, 99, 41]]
@@ -121,6 +129,19 @@ def test_tie_is_accepted_once_the_logits_agree(tmp_path: Path) -> None:
     assert abs(result.ties[0].gap) < 1e-4
     third = next(token_id for token_id in range(VOCAB_SIZE) if token_id not in (best, twin))
     assert not verify_greedy(model, [prompt], [[third, *output[1:]]], StopRules([NUM_NEW])).equal
+
+
+def test_the_caller_may_widen_the_tie_rule(model: PreTrainedModel, outputs: list[list[int]]) -> None:
+    """A token is a tie below the gap that the caller gives, a difference at it; Qwen3-Next's own is ten times wider."""
+    output = [*outputs[1][:-1], (outputs[1][-1] + 1) % VOCAB_SIZE]
+    rules = StopRules([NUM_NEW])
+    gap = verify_greedy(model, PROMPTS[1:], [output], rules).first_difference.gap
+    result = verify_greedy(model, PROMPTS[1:], [output], rules, tie_gap=gap + 1e-3)
+    assert (result.equal, result.ties) == (True, [Tie(0, NUM_NEW - 1, gap)])
+    assert not verify_greedy(model, PROMPTS[1:], [output], rules, tie_gap=gap).equal
+    assert [default_tie_gap(name) for name in ("llama", "bamba", "qwen3_next", "qwen3_5_text")] == [1e-4] * 2 + [
+        1e-3
+    ] * 2
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt_oss"])

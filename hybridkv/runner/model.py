@@ -1,0 +1,86 @@
+"""A Hugging Face causal LM whose layers use the cache in `forward`."""
+
+from collections.abc import Sequence
+
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from hybridkv._torch import torch
+from hybridkv.attention import GroupBatch
+from hybridkv.batch import BatchGeometry
+from hybridkv.errors import UnsupportedModel
+from hybridkv.runner.caches import ForwardStep, LayerCaches
+from hybridkv.runner.gemma import ATTENTION_NAME, STEP_ARGUMENT, StepCache, paged_attention
+from hybridkv.runner.mamba_hybrid import MixerHost
+from hybridkv.runner.projection import tall_projection
+
+# A rotary embedding of this type changes with the longest position of a call: packing and chunking would change it.
+_ROPE_OF_A_CALL = "longrope"
+# Model types whose attention asks the cache for its layer's number or for the tokens before the call.
+_ASKS_THE_CACHE = frozenset({"llama4_text", "zamba", "zamba2"})
+
+
+class HostedModel:
+    """A Hugging Face causal LM over our caches.
+
+    Afterwards the model keeps the attention of this library; `model.set_attn_implementation("sdpa")` makes it Hugging
+    Face's own again, until the next `forward`.
+    """
+
+    def __init__(self, model: PreTrainedModel, caches: LayerCaches, max_model_len: int) -> None:
+        config = model.config.get_text_config(decoder=True)
+        if getattr(config, "use_bidirectional_attention", False):
+            raise UnsupportedModel(
+                f"{type(model).__name__}: use_bidirectional_attention is set; only causal models generate"
+            )
+        _check_rope(config, max_model_len)
+        AttentionInterface.register(ATTENTION_NAME, paged_attention)
+        self._model = model
+        self._caches = caches
+        self._mixers = MixerHost(model, caches)
+        self._asks_the_cache = bool(caches.latents) or config.model_type in _ASKS_THE_CACHE
+
+    def begin(self, batches: Sequence[GroupBatch], num_prompt_tokens: Sequence[int]) -> ForwardStep:
+        """Prepare every group for one forward pass; see `LayerCaches.begin`."""
+        return self._caches.begin(batches, num_prompt_tokens)
+
+    @torch.inference_mode()
+    def forward(
+        self, input_ids: torch.Tensor, geometry: BatchGeometry, step: ForwardStep, sampled: Sequence[int]
+    ) -> torch.Tensor:
+        """Run the packed batch; the cache holds its keys and values afterwards.
+
+        Args:
+            sampled: batch positions whose last token's logits are wanted.
+
+        Shapes: input_ids [T] int64; returns [len(sampled), vocab_size]
+        """
+        if self._model.config._attn_implementation != ATTENTION_NAME:
+            self._model.set_attn_implementation(ATTENTION_NAME)
+        last_tokens = torch.from_numpy(geometry.last_token_indices[list(sampled)]).to(input_ids.device)
+        with tall_projection(self._model.get_output_embeddings()), self._mixers.attached(step):
+            output = self._model(
+                input_ids=input_ids[None],
+                position_ids=geometry.positions[None],
+                use_cache=False,
+                logits_to_keep=last_tokens,
+                past_key_values=StepCache(step, geometry.positions) if self._asks_the_cache else None,
+                **{STEP_ARGUMENT: step},
+            )
+        step.check_complete()
+        logits: torch.Tensor = output.logits[0]
+        return logits
+
+
+def _check_rope(config: PretrainedConfig, max_model_len: int) -> None:
+    """Refuse lengths at which a rotary embedding would depend on the other tokens of the same call."""
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
+        if rope.get("rope_type") == _ROPE_OF_A_CALL:
+            own = rope.get("original_max_position_embeddings") or getattr(
+                config, "original_max_position_embeddings", config.max_position_embeddings
+            )
+            if max_model_len > own:
+                raise UnsupportedModel(
+                    f"rope_type: got {_ROPE_OF_A_CALL!r}, whose frequencies past {own} tokens follow the longest "
+                    f"sequence of a batch, so outputs would depend on neighbours; use max_model_len={own} at most"
+                )
