@@ -25,9 +25,9 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from hybrid_model import hybrid_model
 from transformers import GenerationConfig
 
-from benchmarks.hybrid_model import hybrid_model
 from hybridkv.cli.run import default_cache_dir
 from hybridkv.hf_config import CacheOptions, model_spec_from_config
 from hybridkv.runner import Engine, EngineConfig, SamplingParams

@@ -3,49 +3,36 @@
 from importlib import import_module
 from typing import TYPE_CHECKING
 
-from hybridkv.block_pool import BlockPool
-from hybridkv.block_table import BlockTable
-from hybridkv.capacity import (
-    MixedCapacity,
-    Waste,
-    longest_context,
-    max_concurrency,
-    measure_waste,
-    mixed_capacity,
-)
-from hybridkv.errors import (
-    CheckpointError,
-    HybridKVError,
-    InvalidRequest,
-    InvariantError,
-    NeverFits,
-    OutOfBlocks,
-    OutOfRows,
-    SpecError,
-    UnsupportedModel,
-)
-from hybridkv.grouping import KVCacheGroup, group_layers
-from hybridkv.limits import BatchLimits, KernelConstraints, Load
-from hybridkv.manager import CacheManager, Reservation, RowState, Verdict
-from hybridkv.options import CacheOptions, apply_options
-from hybridkv.plan import CachePlan, GroupPlan, SlotMappingMode
-from hybridkv.planner import describe_cache, plan_cache
-from hybridkv.ranks import plan_ranks, split_layers
-from hybridkv.specs import (
-    CacheTensor,
-    ChunkedAttention,
-    CrossAttention,
-    FullAttention,
-    LayerCache,
-    LayerSpec,
-    ModelSpec,
-    SlidingWindow,
-    State,
-    known_models,
-)
-
 if TYPE_CHECKING:
+    from hybridkv.block_pool import BlockPool
+    from hybridkv.block_table import BlockTable
+    from hybridkv.capacity import (
+        MixedCapacity,
+        Waste,
+        longest_context,
+        max_concurrency,
+        measure_waste,
+        mixed_capacity,
+    )
+    from hybridkv.errors import (
+        CheckpointError,
+        HybridKVError,
+        InvalidRequest,
+        InvariantError,
+        NeverFits,
+        OutOfBlocks,
+        OutOfRows,
+        SpecError,
+        UnsupportedModel,
+    )
+    from hybridkv.grouping import KVCacheGroup, group_layers
     from hybridkv.hf_config import model_spec_from_config
+    from hybridkv.limits import BatchLimits, KernelConstraints, Load
+    from hybridkv.manager import CacheManager, Reservation, RowState, Verdict
+    from hybridkv.options import CacheOptions, apply_options
+    from hybridkv.plan import CachePlan, GroupPlan, SlotMappingMode
+    from hybridkv.planner import describe_cache, plan_cache
+    from hybridkv.ranks import plan_ranks, split_layers
     from hybridkv.report import (
         FitReport,
         PlanOptions,
@@ -56,21 +43,101 @@ if TYPE_CHECKING:
         plan_report,
         spec_report,
     )
+    from hybridkv.specs import (
+        CacheTensor,
+        ChunkedAttention,
+        CrossAttention,
+        FullAttention,
+        LayerCache,
+        LayerSpec,
+        ModelSpec,
+        SlidingWindow,
+        State,
+        known_models,
+    )
 
 __version__ = "0.1.0"
 
-# Imported on first use: a plan of a known model starts in half a second, which leaves no time to read configs.
-_MODULES = {
-    "FitReport": "hybridkv.report",
-    "PlanOptions": "hybridkv.report",
-    "PlanReport": "hybridkv.report",
-    "SpecReport": "hybridkv.report",
-    "compare_reports": "hybridkv.report",
-    "fit_report": "hybridkv.report",
-    "model_spec_from_config": "hybridkv.hf_config",
-    "plan_report": "hybridkv.report",
-    "spec_report": "hybridkv.report",
+# Imported on first use: a plan of a known model starts in half a second, without what it does not need.
+_NAMES = {
+    "hybridkv.block_pool": ("BlockPool",),
+    "hybridkv.block_table": ("BlockTable",),
+    "hybridkv.capacity": (
+        "MixedCapacity",
+        "Waste",
+        "longest_context",
+        "max_concurrency",
+        "measure_waste",
+        "mixed_capacity",
+    ),
+    "hybridkv.errors": (
+        "CheckpointError",
+        "HybridKVError",
+        "InvalidRequest",
+        "InvariantError",
+        "NeverFits",
+        "OutOfBlocks",
+        "OutOfRows",
+        "SpecError",
+        "UnsupportedModel",
+    ),
+    "hybridkv.grouping": (
+        "KVCacheGroup",
+        "group_layers",
+    ),
+    "hybridkv.hf_config": ("model_spec_from_config",),
+    "hybridkv.limits": (
+        "BatchLimits",
+        "KernelConstraints",
+        "Load",
+    ),
+    "hybridkv.manager": (
+        "CacheManager",
+        "Reservation",
+        "RowState",
+        "Verdict",
+    ),
+    "hybridkv.options": (
+        "CacheOptions",
+        "apply_options",
+    ),
+    "hybridkv.plan": (
+        "CachePlan",
+        "GroupPlan",
+        "SlotMappingMode",
+    ),
+    "hybridkv.planner": (
+        "describe_cache",
+        "plan_cache",
+    ),
+    "hybridkv.ranks": (
+        "plan_ranks",
+        "split_layers",
+    ),
+    "hybridkv.report": (
+        "FitReport",
+        "PlanOptions",
+        "PlanReport",
+        "SpecReport",
+        "compare_reports",
+        "fit_report",
+        "plan_report",
+        "spec_report",
+    ),
+    "hybridkv.specs": (
+        "CacheTensor",
+        "ChunkedAttention",
+        "CrossAttention",
+        "FullAttention",
+        "LayerCache",
+        "LayerSpec",
+        "ModelSpec",
+        "SlidingWindow",
+        "State",
+        "known_models",
+    ),
 }
+_MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "BatchLimits",

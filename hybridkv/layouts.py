@@ -314,8 +314,7 @@ _LAYOUTS: tuple[Callable[[_Case], LayoutCapacity], ...] = (_uniform, _one_page_s
 
 def _buckets(spec: ModelSpec) -> tuple[_Bucket, ...]:
     """Caches by lifecycle and tensors, in the order in which they first appear."""
-    counts = Counter((cache.lifecycle, cache.tensors) for _, _, cache in spec.owned_caches())
-    return tuple(_Bucket(lifecycle, tensors, count) for (lifecycle, tensors), count in counts.items())
+    return tuple(_Bucket(cache.lifecycle, cache.tensors, count) for cache, count in spec.distinct_caches)
 
 
 def _longest_source(buckets: tuple[_Bucket, ...]) -> int:

@@ -60,15 +60,12 @@ def num_needed_tokens(lifecycle: Lifecycle, num_tokens: int) -> int:
 
 def needed_bytes(spec: ModelSpec, num_tokens: int) -> int:
     """Return the bytes that one sequence of `num_tokens` tokens must keep, whatever the layout."""
-    return sum(
-        cache.bytes_per_sequence
-        + sum(
-            tensor.entry_bytes * cdiv(num_needed_tokens(cache.lifecycle, num_tokens), tensor.tokens_per_entry)
-            for tensor in cache.tensors
-            if tensor.kind == "per_token"
-        )
-        for _, _, cache in spec.owned_caches()
-    )
+    total = 0
+    for cache, num_layers in spec.distinct_caches:
+        num_needed = num_needed_tokens(cache.lifecycle, num_tokens)
+        entries = (t.entry_bytes * cdiv(num_needed, t.tokens_per_entry) for t in cache.tensors if t.kind == "per_token")
+        total += num_layers * (cache.bytes_per_sequence + sum(entries))
+    return total
 
 
 def frees_blocks(lifecycle: Lifecycle) -> bool:

@@ -15,10 +15,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
 from hybridkv.limits import KernelConstraints
 from hybridkv.units import cdiv
 
+_SEARCHED_FIRST = (16, 4, 1)  # parts of the range of slabs
 _MIN_PADDING, _MAX_PADDING = 2**-10, 0.25  # between them the search doubles its bound
 
 
@@ -61,7 +63,21 @@ def slab_choices(
     the one of fewest parts.
     """
     unit = kernels.alignment_bytes
-    num_units = kernels.max_slab_bytes // unit
+    slabs: NDArray[np.int64] = np.empty(0, dtype=np.int64)
+    for part in _SEARCHED_FIRST:  # most answers are small, so the first part of the range is searched alone first
+        slabs = _suitable_slabs(shapes, unit, max_padding, kernels.max_slab_bytes // unit // part)
+        if len(slabs) >= most:
+            break
+    return [
+        SlabChoice(slab * unit, tuple(_best_blocks(group_shapes, slab, unit, max_padding) for group_shapes in shapes))
+        for slab in slabs[:most].tolist()
+    ]
+
+
+def _suitable_slabs(
+    shapes: Sequence[Sequence[BlockShape]], unit: int, max_padding: float, num_units: int
+) -> NDArray[np.int64]:
+    """Return every slab of up to `num_units` units that suits all groups, smallest first."""
     suits_all = np.ones(num_units + 1, dtype=np.bool_)
     suits_all[0] = False
     for group_shapes in shapes:
@@ -70,10 +86,8 @@ def slab_choices(
             for stride in _strides(shape, unit, max_padding, num_units):
                 suits[stride::stride] = True
         suits_all &= suits
-    return [
-        SlabChoice(slab * unit, tuple(_best_blocks(group_shapes, slab, unit, max_padding) for group_shapes in shapes))
-        for slab in np.flatnonzero(suits_all)[:most].tolist()
-    ]
+    slabs: NDArray[np.int64] = np.flatnonzero(suits_all)
+    return slabs
 
 
 def choose_slab(shapes: Sequence[Sequence[BlockShape]], kernels: KernelConstraints, *, exact: bool) -> SlabChoice:

@@ -13,7 +13,9 @@ Every model is frozen and strict; unknown fields are refused. A wrong value give
 """
 
 import json
+from collections import Counter
 from collections.abc import Iterator
+from functools import cached_property
 from math import prod
 from pathlib import Path
 from typing import Annotated, ClassVar, Literal
@@ -210,6 +212,11 @@ class ModelSpec(Frozen):
             for cache_idx, cache in enumerate(layer.caches):
                 if cache.shares_kv_with is None:
                     yield layer.layer, cache_idx, cache
+
+    @cached_property
+    def distinct_caches(self) -> tuple[tuple[LayerCache, int], ...]:
+        """Caches that own bytes, each once with the number of layers that keep an equal one, in layer order."""
+        return tuple(Counter(cache for _, _, cache in self.owned_caches()).items())
 
     @property
     def num_layers(self) -> int:
