@@ -9,12 +9,15 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import re
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from concurrent.futures import ProcessPoolExecutor
 from dataclasses import asdict, dataclass
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -230,12 +233,18 @@ def compile_case(case: Case, target_name: str) -> Row:
     return Row(case.name, target_name, registers, spill_bytes, int(metadata.shared), int(metadata.num_warps))
 
 
-def compile_all(only: str, target_names: Sequence[str]) -> Iterator[Row]:
-    """Compile the variants whose name contains `only` for the given targets."""
-    for case in cases():
-        if only in case.name:
-            for target_name in target_names:
-                yield compile_case(case, target_name)
+def compile_all(only: str, target_names: Sequence[str]) -> list[Row]:
+    """Compile the variants whose name contains `only` for the given targets, one process a target on as many cores."""
+    if len(target_names) == 1:
+        return compile_for(only, target_names[0])
+    with ProcessPoolExecutor(min(len(target_names), os.cpu_count() or 1), get_context("spawn")) as pool:
+        by_target = list(pool.map(compile_for, [only] * len(target_names), target_names))
+    return [row for rows in zip(*by_target, strict=True) for row in rows]
+
+
+def compile_for(only: str, target_name: str) -> list[Row]:
+    """Compile the variants whose name contains `only` for one target."""
+    return [compile_case(case, target_name) for case in cases() if only in case.name]
 
 
 def format_table(rows: Sequence[Row]) -> str:
@@ -269,7 +278,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser.error("--write-docs: expected all kernels for all targets, got a subset; drop --only, --targets")
     if not any(arguments.only in case.name for case in cases()):
         parser.error(f"--only: expected part of a variant's name, got {arguments.only!r}; run without it to list all")
-    rows = list(compile_all(arguments.only, arguments.targets))
+    rows = compile_all(arguments.only, arguments.targets)
     print(json.dumps([asdict(row) for row in rows], indent=1) if arguments.json else format_table(rows))
     if arguments.write_docs:
         write_docs(rows)
