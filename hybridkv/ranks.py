@@ -192,6 +192,4 @@ def _cut(
 
 
 def _worst_padding(slabs: Sequence[SlabChoice]) -> float:
-    return max(
-        1 - block.payload_bytes / block.stride_bytes for slab in slabs for block in slab.blocks if block.payload_bytes
-    )
+    return max(slab.worst_padding for slab in slabs)

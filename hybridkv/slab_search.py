@@ -50,8 +50,8 @@ class SlabChoice:
 
     @property
     def worst_padding(self) -> float:
-        """Largest part of the slab that goes unused in a group."""
-        return max(1 - block.payload_bytes / block.stride_bytes for block in self.blocks)
+        """Largest part of the slab that goes unused in a group that stores anything."""
+        return max(1 - block.payload_bytes / block.stride_bytes for block in self.blocks if block.payload_bytes)
 
 
 def slab_choices(

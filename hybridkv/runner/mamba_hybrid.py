@@ -6,7 +6,7 @@ write the state back. A mixer that has its recurrence inline gets a forward of o
 """
 
 import inspect
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FunctionType, MethodType
 
@@ -118,8 +118,3 @@ def _without_cache(forward: Callable[..., object], recurrence: LayerRecurrence) 
         return forward(recurrence, self, *args, **kwargs)
 
     return replaced
-
-
-def mixer_families() -> Mapping[str, str]:
-    """Return which adapter each known mixer class gets."""
-    return {name: adapter.name for name, adapter in sorted(MIXERS.items())}
