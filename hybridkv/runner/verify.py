@@ -130,7 +130,7 @@ def _compare(
     tie_gap: float,
 ) -> Iterator[Difference | Tie | None]:
     """Yield the verdict on each token: None for an equal one; nothing after a difference."""
-    oracle = _Oracle(model)
+    oracle = Oracle(model)
     input_ids = list(prompt)
     token_idx = -1
     for token_idx in range(rules.max_new_tokens[prompt_idx]):
@@ -155,7 +155,7 @@ def _compare(
         yield Difference(prompt_idx, token_idx + 1, None, output[token_idx + 1], None)
 
 
-class _Oracle:
+class Oracle:
     """Hugging Face's logits for one sequence, its prompt in one piece and then token by token.
 
     Positions are given as `generate` gives them. A model whose own cache is not to be trusted computes the whole

@@ -8,9 +8,8 @@ import torch
 from torch import unflatten
 
 from hybridkv_kernels._checks import expect
-from hybridkv_kernels._state_rows import load_states, store_states
+from hybridkv_kernels._state_rows import load_states, rows_by_length, store_states
 from hybridkv_kernels._triton import next_power_of_2
-from hybridkv_kernels.constants import NULL_BLOCK_ID
 from hybridkv_kernels.state_batch import StateBatch
 
 __all__ = ["RowMath", "advance_rows", "causal_decay", "decay_factor", "expect_matrix_state", "take_tokens"]
@@ -45,14 +44,12 @@ def advance_rows(batch: StateBatch, state: torch.Tensor, out: torch.Tensor, math
     Shapes: state [num_slots, ...], any strides; out [T, ...].
     """
     starts, lengths = batch.query_start_loc[:-1].long(), batch.query_start_loc.diff()
-    is_live, is_step = batch.write_slots > NULL_BLOCK_ID, lengths == 1
-    steps = (is_live & is_step).nonzero().squeeze(1)
+    steps, rows = rows_by_length(batch)
     if steps.numel():
         tokens = starts[steps]
         outputs, states = math.step(tokens, load_states(state, batch, steps).float())
         out[tokens] = outputs.to(out.dtype)
         store_states(state, batch, steps, states)
-    rows = (is_live & ~is_step).nonzero().squeeze(1)
     if rows.numel():
         # The longest rows first: those that still have tokens are then always a prefix.
         rows = rows[lengths[rows].argsort(descending=True)]

@@ -6,20 +6,8 @@ attention, 1 with a window, 2 with chunks; `span` is the window or chunk in toke
 
 from __future__ import annotations
 
+from hybridkv_kernels._row_tiles import find_row
 from hybridkv_kernels._triton import jit, tl
-
-
-@jit
-def _find_row(query_start_ptr: tl.tensor, tile: tl.tensor, num_rows: tl.tensor, BLOCK_Q: tl.constexpr) -> tl.tensor:
-    """Return the last batch row whose first tile is at or before `tile`."""
-    low = tile * 0
-    high = low + num_rows
-    while high - low > 1:
-        middle = (low + high) // 2
-        first_tile = tl.load(query_start_ptr + middle) // BLOCK_Q + middle
-        low = tl.where(first_tile <= tile, middle, low)
-        high = tl.where(first_tile <= tile, high, middle)
-    return low
 
 
 @jit
@@ -112,7 +100,7 @@ def paged_attention_kernel(
     tile = tl.program_id(0)
     kv_head = tl.program_id(1).to(tl.int64)
     split = tl.program_id(2)
-    row = _find_row(query_start_ptr, tile, num_rows, BLOCK_Q)
+    row = find_row(query_start_ptr, tile, num_rows, BLOCK_Q)
     query_start = tl.load(query_start_ptr + row)
     query_len = tl.load(query_start_ptr + row + 1) - query_start
     first_query = (tile - (query_start // BLOCK_Q + row)) * BLOCK_Q

@@ -10,7 +10,16 @@ from hybridkv_kernels._triton import jit, tl
 from hybridkv_kernels.constants import NULL_BLOCK_ID
 from hybridkv_kernels.state_batch import StateBatch
 
-__all__ = ["LiveRow", "SplitRows", "live_rows", "load_read_slot", "load_states", "split_rows", "store_states"]
+__all__ = [
+    "LiveRow",
+    "SplitRows",
+    "live_rows",
+    "load_read_slot",
+    "load_states",
+    "rows_by_length",
+    "split_rows",
+    "store_states",
+]
 
 
 @dataclass(frozen=True)
@@ -52,15 +61,19 @@ def live_rows(batch: StateBatch) -> tuple[LiveRow, ...]:
     )
 
 
+def rows_by_length(batch: StateBatch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the rows `[S]` int64 that are not skipped: those of one token, those of any other number; syncs."""
+    is_live, is_step = batch.write_slots > NULL_BLOCK_ID, batch.query_start_loc.diff() == 1
+    return (is_live & is_step).nonzero().squeeze(1), (is_live & ~is_step).nonzero().squeeze(1)
+
+
 def split_rows(batch: StateBatch) -> SplitRows:
     """Split the rows that are not skipped by length; syncs."""
-    starts = batch.query_start_loc.long()
-    is_live, is_step = batch.write_slots > NULL_BLOCK_ID, starts.diff() == 1
-    steps = (is_live & is_step).nonzero().squeeze(1)
+    steps, others = rows_by_length(batch)
     scans: tuple[LiveRow, ...] = ()
-    if bool((is_live & ~is_step).any()):
+    if others.numel():
         scans = tuple(row for row in live_rows(batch) if row.end - row.begin != 1)
-    return SplitRows(steps, starts[steps], scans)
+    return SplitRows(steps, batch.query_start_loc.long()[steps], scans)
 
 
 def load_states(state: torch.Tensor, batch: StateBatch, rows: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ import torch
 import torch.nn.functional as F
 
 from hybridkv_kernels._checks import expect, expect_last_dim_contiguous, expect_one_device, expect_tensor
-from hybridkv_kernels._paged_attention_kernels import _find_row
+from hybridkv_kernels._row_tiles import find_row
 from hybridkv_kernels._state_rows import LiveRow, live_rows, load_read_slot, load_states, split_rows, store_states
 from hybridkv_kernels._triton import Launch, jit, next_power_of_2, tl
 from hybridkv_kernels.constants import NULL_BLOCK_ID
@@ -232,7 +232,7 @@ def _causal_conv1d_kernel(
     NULL_BLOCK: tl.constexpr,
 ) -> None:
     tile = tl.program_id(0)
-    row = _find_row(query_start_ptr, tile, num_rows, BLOCK_T)
+    row = find_row(query_start_ptr, tile, num_rows, BLOCK_T)
     begin = tl.load(query_start_ptr + row)
     length = tl.load(query_start_ptr + row + 1) - begin
     first = (tile - (begin // BLOCK_T + row)) * BLOCK_T

@@ -10,41 +10,97 @@ Shapes
     key_cache      NHD [num_blocks, block_size, H, Dk]     any strides; HND [num_blocks, H, block_size, Dk]
     value_cache    NHD [num_blocks, block_size, H, Dv]     any strides; HND [num_blocks, H, block_size, Dv]
     slot_mapping   [T] int64
-    The four float dtypes are free; each source is cast to its cache's dtype.
+    k_scale, v_scale       float, or float32 [1] or [H] on the device; 1.0 unless the cache is float8
+    The four float dtypes are free; each source is cast to its cache's dtype. A float8 cache (e4m3fn, e5m2, e4m3fnuz,
+    e5m2fnuz) stores clamp(x / scale, -max, max), rounded to nearest even; NaN stays NaN; the same bits on every GPU
+    (see `_float8`). Tokens that are float8 already are written through uint8 views of both.
 
 Invariants
     I1  slots are -1 or in [block_size, num_blocks * block_size)
     I2  no slot occurs twice, else the winner is undefined
+    I3  scales are finite and > 0
 
 Grid: (T, cdiv(H, BLOCK_H)); it depends on the padded number of tokens only.
 """
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from hybridkv_kernels._checks import expect, expect_last_dim_contiguous, expect_one_device, expect_tensor
+from hybridkv_kernels._float8 import (
+    FLOAT8_FORMATS,
+    Float8Format,
+    Scale,
+    check_scale_values,
+    expect_scale,
+    quantize_float8,
+    to_float8_codes,
+)
 from hybridkv_kernels._layout import Layout, as_nhd
-from hybridkv_kernels._triton import Launch, jit, next_power_of_2, tl
+from hybridkv_kernels._triton import KernelArg, Launch, jit, next_power_of_2, tl
 from hybridkv_kernels.constants import NULL_BLOCK_ID, PAD_SLOT_ID
 
 __all__ = ["check_write_kv", "prepare_write_kv", "write_kv", "write_kv_reference", "write_kv_torch"]
 
 _MAX_TILE_ELEMENTS = 2048
+_NOT_FLOAT8 = Float8Format(0, 0, 0)
 
 
-def _check_shapes(
-    key: torch.Tensor, value: torch.Tensor, key_nhd: torch.Tensor, value_nhd: torch.Tensor, slots: torch.Tensor
-) -> None:
-    num_tokens, num_heads = key.shape[0], key.shape[1]
-    expect_tensor("key", key, None, (num_tokens, num_heads, None))
-    expect_tensor("value", value, None, (num_tokens, num_heads, None))
+@dataclass(frozen=True)
+class _Side:
+    """The keys or the values of one call: `source` [T, H, D], the cache as NHD, its scale."""
+
+    name: str
+    source: torch.Tensor
+    cache: torch.Tensor
+    scale: Scale
+
+    @property
+    def cells(self) -> torch.Tensor:
+        """The cache in the dtype that is stored: torch's indexing and Triton's pointers take float8 as bytes."""
+        return self.cache.view(torch.uint8) if self.cache.dtype in FLOAT8_FORMATS else self.cache
+
+    def stored(self, source: torch.Tensor) -> torch.Tensor:
+        """Return tokens `[..., H, D]` as the cells hold them."""
+        if self.cache.dtype in FLOAT8_FORMATS:
+            return quantize_float8(source, self.scale, self.cache.dtype)
+        return source.to(self.cache.dtype)
+
+
+def _sides(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    key_cache: torch.Tensor,
+    value_cache: torch.Tensor,
+    layout: Layout,
+    scales: tuple[Scale, Scale],
+) -> tuple[_Side, _Side]:
+    return (
+        _Side("key", key, as_nhd(key_cache, layout), scales[0]),
+        _Side("value", value, as_nhd(value_cache, layout), scales[1]),
+    )
+
+
+def _check_sides(sides: tuple[_Side, _Side], slots: torch.Tensor) -> None:
+    """Check everything that needs no sync: shapes, dtypes, devices, scales."""
+    num_tokens, num_heads = sides[0].source.shape[:2]
+    num_blocks, block_size = sides[0].cache.shape[:2]
+    named = [("slot_mapping", slots)]
+    for side in sides:
+        source, cache = side.source, side.cache
+        expect_tensor(side.name, source, None, (num_tokens, num_heads, None))
+        expect_tensor(f"{side.name}_cache (as NHD)", cache, None, (num_blocks, block_size, num_heads, source.shape[2]))
+        expect_scale(f"{side.name[0]}_scale", side.scale, cache, num_heads)
+        expected = "another dtype than float8 (to write float8 codes as they are, view both as uint8)"
+        expect(source.dtype not in FLOAT8_FORMATS, f"{side.name}.dtype", expected, source.dtype)
+        is_float = source.dtype.is_floating_point or cache.dtype not in FLOAT8_FORMATS
+        expect(is_float, f"{side.name}.dtype", f"a float dtype for a cache of {cache.dtype}", source.dtype)
+        named += [(side.name, source), (f"{side.name}_cache", cache)]
     expect_tensor("slot_mapping", slots, torch.int64, (num_tokens,))
-    num_blocks, block_size = key_nhd.shape[0], key_nhd.shape[1]
-    expect_tensor("key_cache (as NHD)", key_nhd, None, (num_blocks, block_size, num_heads, key.shape[2]))
-    expect_tensor("value_cache (as NHD)", value_nhd, None, (num_blocks, block_size, num_heads, value.shape[2]))
-    named = (("key", key), ("value", value), ("key_cache", key_nhd), ("value_cache", value_nhd))
-    expect_one_device((*named, ("slot_mapping", slots)))
+    expect_one_device(named)
 
 
 def check_write_kv(
@@ -55,15 +111,19 @@ def check_write_kv(
     slot_mapping: torch.Tensor,
     *,
     layout: Layout = "NHD",
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
 ) -> None:
-    """Check shapes plus the invariants I1, I2; syncs, for tests and debugging.
+    """Check shapes plus the invariants I1 to I3; syncs, for tests and debugging.
 
     Shapes, dtypes: as in the module's contract.
     Raises: ValueError naming the argument, what was expected, what was given.
     """
-    key_nhd = as_nhd(key_cache, layout)
-    _check_shapes(key, value, key_nhd, as_nhd(value_cache, layout), slot_mapping)
-    num_blocks, block_size = key_nhd.shape[0], key_nhd.shape[1]
+    sides = _sides(key, value, key_cache, value_cache, layout, (k_scale, v_scale))
+    _check_sides(sides, slot_mapping)
+    for side in sides:
+        check_scale_values(f"{side.name[0]}_scale", side.scale)
+    num_blocks, block_size = sides[0].cache.shape[:2]
     slots = [slot for slot in slot_mapping.tolist() if slot != PAD_SLOT_ID]
     null_end = (NULL_BLOCK_ID + 1) * block_size
     for slot in slots:
@@ -80,19 +140,18 @@ def write_kv_reference(
     slot_mapping: torch.Tensor,
     *,
     layout: Layout = "NHD",
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
 ) -> None:
     """Write token by token.
 
     Shapes, dtypes: as in the module's contract.
     """
-    key_nhd, value_nhd = as_nhd(key_cache, layout), as_nhd(value_cache, layout)
-    block_size = key_nhd.shape[1]
-    for token, slot in enumerate(slot_mapping.tolist()):
-        block_id, offset = divmod(slot, block_size)
-        if block_id <= NULL_BLOCK_ID:
-            continue
-        key_nhd[block_id, offset] = key[token].to(key_nhd.dtype)
-        value_nhd[block_id, offset] = value[token].to(value_nhd.dtype)
+    for side in _sides(key, value, key_cache, value_cache, layout, (k_scale, v_scale)):
+        for token, slot in enumerate(slot_mapping.tolist()):
+            block_id, offset = divmod(slot, side.cache.shape[1])
+            if block_id > NULL_BLOCK_ID:
+                side.cells[block_id, offset] = side.stored(side.source[token])
 
 
 def write_kv_torch(
@@ -103,6 +162,8 @@ def write_kv_torch(
     slot_mapping: torch.Tensor,
     *,
     layout: Layout = "NHD",
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
 ) -> None:
     """Write with torch indexing on any device, without a sync where the device is not the CPU.
 
@@ -112,20 +173,20 @@ def write_kv_torch(
     Shapes, dtypes: as in the module's contract.
     Raises: ValueError for a wrong shape, dtype or device.
     """
-    key_nhd, value_nhd = as_nhd(key_cache, layout), as_nhd(value_cache, layout)
-    _check_shapes(key, value, key_nhd, value_nhd, slot_mapping)
+    sides = _sides(key, value, key_cache, value_cache, layout, (k_scale, v_scale))
+    _check_sides(sides, slot_mapping)
     if key.shape[0] == 0:
         return
-    block_size = key_nhd.shape[1]
-    if key.device.type == "cpu":
-        tokens = (slot_mapping >= (NULL_BLOCK_ID + 1) * block_size).nonzero().squeeze(1)
-        slots = slot_mapping[tokens]
-        block_ids, offsets = slots // block_size, slots % block_size
-        key_nhd[block_ids, offsets] = key[tokens].to(key_nhd.dtype)
-        value_nhd[block_ids, offsets] = value[tokens].to(value_nhd.dtype)
+    if key.device.type != "cpu":
+        for side in sides:
+            _write_fixed_shape(side, slot_mapping)
         return
-    _write_fixed_shape(key, key_nhd, slot_mapping)
-    _write_fixed_shape(value, value_nhd, slot_mapping)
+    block_size = sides[0].cache.shape[1]
+    tokens = (slot_mapping >= (NULL_BLOCK_ID + 1) * block_size).nonzero().squeeze(1)
+    slots = slot_mapping[tokens]
+    block_ids, offsets = slots // block_size, slots % block_size
+    for side in sides:
+        side.cells[block_ids, offsets] = side.stored(side.source[tokens])
 
 
 def _fixed_shape_targets(slots: torch.Tensor, block_size: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -136,19 +197,21 @@ def _fixed_shape_targets(slots: torch.Tensor, block_size: int) -> tuple[torch.Te
     return token, torch.where(kept[token], slots[token], NULL_BLOCK_ID * block_size)
 
 
-def _write_fixed_shape(source: torch.Tensor, cache: torch.Tensor, slots: torch.Tensor) -> None:
-    """Scatter `[T, H, D]` into an NHD cache with shapes that depend on T only."""
-    block_size = cache.shape[1]
+def _write_fixed_shape(side: _Side, slots: torch.Tensor) -> None:
+    """Scatter into an NHD cache with shapes that depend on T only."""
+    block_size = side.cache.shape[1]
     token, target = _fixed_shape_targets(slots, block_size)
     block_ids, offsets = target // block_size, target % block_size
     is_written = (block_ids != NULL_BLOCK_ID)[:, None, None]
-    cache[block_ids, offsets] = torch.where(is_written, source[token].to(cache.dtype), cache[block_ids, offsets])
+    cells = side.cells
+    cells[block_ids, offsets] = torch.where(is_written, side.stored(side.source[token]), cells[block_ids, offsets])
 
 
 @jit
 def _copy_heads(
     source_ptr: tl.tensor,  # the token's [H, D]
-    cache_ptr: tl.tensor,  # the slot's [H, D]
+    cache_ptr: tl.tensor,  # the slot's [H, D], uint8 for a float8 cache
+    scale: tl.tensor,  # scalar or [BLOCK_H] float32, of a float8 cache
     heads: tl.tensor,  # [BLOCK_H] int64
     stride_source_head: tl.tensor,
     stride_cache_head: tl.tensor,
@@ -156,12 +219,34 @@ def _copy_heads(
     NUM_HEADS: tl.constexpr,
     DIM: tl.constexpr,
     BLOCK_D: tl.constexpr,
+    MANTISSA_BITS: tl.constexpr,  # 0 if the cache is not float8
+    BIAS: tl.constexpr,
+    MAX_CODE: tl.constexpr,
 ) -> None:
     dims = tl.arange(0, BLOCK_D)
     mask = (heads < NUM_HEADS)[:, None] & (dims < DIM)[None, :]
     tile = tl.load(source_ptr + heads[:, None] * stride_source_head + dims[None, :], mask=mask)
+    if MANTISSA_BITS > 0:
+        # `/` is approximate on a GPU.
+        tile = tl.div_rn(tile.to(tl.float32), tl.broadcast_to(scale[:, None], tile.shape))
+        tile = to_float8_codes(tile, MANTISSA_BITS, BIAS, MAX_CODE)
     cache_offsets = heads[:, None] * stride_cache_head + dims[None, :].to(tl.int64) * stride_cache_dim
     tl.store(cache_ptr + cache_offsets, tile.to(cache_ptr.dtype.element_ty), mask=mask)
+
+
+@jit
+def _load_scales(
+    scale_ptr: tl.tensor,  # [1] or [H] float32, or None
+    scale: tl.tensor,  # float32, used where there is no tensor
+    stride: tl.tensor,  # 0 or 1
+    heads: tl.tensor,  # [BLOCK_H] int64
+    NUM_HEADS: tl.constexpr,
+) -> tl.tensor:
+    if scale_ptr is None:
+        scales = tl.zeros(heads.shape, tl.float32) + scale
+    else:
+        scales = tl.load(scale_ptr + heads * stride, mask=heads < NUM_HEADS, other=1.0)
+    return scales
 
 
 @jit
@@ -171,6 +256,12 @@ def _write_kv_kernel(
     key_cache_ptr: tl.tensor,  # [num_blocks, block_size, H, Dk]
     value_cache_ptr: tl.tensor,  # [num_blocks, block_size, H, Dv]
     slots_ptr: tl.tensor,  # [T] int64
+    k_scale_ptr: tl.tensor,  # [1] or [H] float32, or None
+    v_scale_ptr: tl.tensor,
+    k_scale: tl.tensor,
+    v_scale: tl.tensor,
+    stride_k_scale: tl.tensor,
+    stride_v_scale: tl.tensor,
     block_size: tl.tensor,
     stride_k_token: tl.tensor,
     stride_k_head: tl.tensor,
@@ -191,6 +282,12 @@ def _write_kv_kernel(
     BLOCK_DV: tl.constexpr,
     BLOCK_H: tl.constexpr,
     NULL_BLOCK: tl.constexpr,
+    K_MANTISSA_BITS: tl.constexpr,
+    K_BIAS: tl.constexpr,
+    K_MAX_CODE: tl.constexpr,
+    V_MANTISSA_BITS: tl.constexpr,
+    V_BIAS: tl.constexpr,
+    V_MAX_CODE: tl.constexpr,
 ) -> None:
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots_ptr + token)
@@ -201,10 +298,18 @@ def _write_kv_kernel(
     heads = tl.program_id(1).to(tl.int64) * BLOCK_H + tl.arange(0, BLOCK_H)
     key_row = key_ptr + token * stride_k_token
     key_slot = key_cache_ptr + block_id * stride_kc_block + offset * stride_kc_token
-    _copy_heads(key_row, key_slot, heads, stride_k_head, stride_kc_head, stride_kc_dim, NUM_HEADS, DK, BLOCK_DK)
+    k_scales = _load_scales(k_scale_ptr, k_scale, stride_k_scale, heads, NUM_HEADS)
+    _copy_heads(
+        *(key_row, key_slot, k_scales, heads, stride_k_head, stride_kc_head, stride_kc_dim),
+        *(NUM_HEADS, DK, BLOCK_DK, K_MANTISSA_BITS, K_BIAS, K_MAX_CODE),
+    )
     value_row = value_ptr + token * stride_v_token
     value_slot = value_cache_ptr + block_id * stride_vc_block + offset * stride_vc_token
-    _copy_heads(value_row, value_slot, heads, stride_v_head, stride_vc_head, stride_vc_dim, NUM_HEADS, DV, BLOCK_DV)
+    v_scales = _load_scales(v_scale_ptr, v_scale, stride_v_scale, heads, NUM_HEADS)
+    _copy_heads(
+        *(value_row, value_slot, v_scales, heads, stride_v_head, stride_vc_head, stride_vc_dim),
+        *(NUM_HEADS, DV, BLOCK_DV, V_MANTISSA_BITS, V_BIAS, V_MAX_CODE),
+    )
 
 
 def prepare_write_kv(
@@ -215,14 +320,16 @@ def prepare_write_kv(
     slot_mapping: torch.Tensor,
     *,
     layout: Layout = "NHD",
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
 ) -> Launch:
     """Check shapes, dtypes, strides without a sync, then return the launch that `write_kv` runs.
 
     Shapes, dtypes: as in the module's contract.
     Raises: ValueError naming the argument, what was expected, what was given.
     """
-    key_nhd, value_nhd = as_nhd(key_cache, layout), as_nhd(value_cache, layout)
-    _check_shapes(key, value, key_nhd, value_nhd, slot_mapping)
+    sides = _sides(key, value, key_cache, value_cache, layout, (k_scale, v_scale))
+    _check_sides(sides, slot_mapping)
     expect_last_dim_contiguous("key", key)
     expect_last_dim_contiguous("value", value)
     expect_last_dim_contiguous("slot_mapping", slot_mapping)
@@ -230,12 +337,17 @@ def prepare_write_kv(
     value_dim = value.shape[2]
     block_dk, block_dv = next_power_of_2(max(key_dim, 1)), next_power_of_2(max(value_dim, 1))
     block_h = max(1, min(next_power_of_2(max(num_heads, 1)), _MAX_TILE_ELEMENTS // max(block_dk, block_dv)))
-    strides = (*key.stride()[:2], *value.stride()[:2], *key_nhd.stride(), *value_nhd.stride())
+    key_cells, value_cells = (side.cells for side in sides)
+    strides = (*key.stride()[:2], *value.stride()[:2], *key_cells.stride(), *value_cells.stride())
     return Launch(
         name="write_kv",
         kernel=_write_kv_kernel,
         grid=(num_tokens, -(-num_heads // block_h), 1),
-        args=(key, value, key_nhd, value_nhd, slot_mapping, key_nhd.shape[1], *strides),
+        args=(
+            *(key, value, key_cells, value_cells, slot_mapping),
+            *_scale_args((k_scale, v_scale)),
+            *(key_cells.shape[1], *strides),
+        ),
         options={
             "NUM_HEADS": num_heads,
             "DK": key_dim,
@@ -244,9 +356,27 @@ def prepare_write_kv(
             "BLOCK_DV": block_dv,
             "BLOCK_H": block_h,
             "NULL_BLOCK": NULL_BLOCK_ID,
+            **_format_options("K", key_cache.dtype),
+            **_format_options("V", value_cache.dtype),
             "num_warps": 4,
         },
     )
+
+
+def _scale_args(scales: tuple[Scale, Scale]) -> tuple[KernelArg, ...]:
+    """Return the kernel's two pointers, two numbers, two strides."""
+    tensors = [scale if isinstance(scale, torch.Tensor) else None for scale in scales]
+    numbers = [1.0 if isinstance(scale, torch.Tensor) else float(scale) for scale in scales]
+    return (*tensors, *numbers, *(0 if tensor is None or tensor.shape[0] == 1 else 1 for tensor in tensors))
+
+
+def _format_options(side: str, dtype: torch.dtype) -> dict[str, int]:
+    form = FLOAT8_FORMATS.get(dtype, _NOT_FLOAT8)
+    return {
+        f"{side}_MANTISSA_BITS": form.mantissa_bits,
+        f"{side}_BIAS": form.exponent_bias,
+        f"{side}_MAX_CODE": form.max_code,
+    }
 
 
 def write_kv(
@@ -257,10 +387,14 @@ def write_kv(
     slot_mapping: torch.Tensor,
     *,
     layout: Layout = "NHD",
+    k_scale: Scale = 1.0,
+    v_scale: Scale = 1.0,
 ) -> None:
     """Write the new tokens of one layer with one kernel launch; no sync, capturable.
 
     Shapes, dtypes: as in the module's contract.
     Raises: ValueError for a wrong shape, dtype, stride or device; ImportError without triton.
     """
-    prepare_write_kv(key, value, key_cache, value_cache, slot_mapping, layout=layout).run()
+    prepare_write_kv(
+        key, value, key_cache, value_cache, slot_mapping, layout=layout, k_scale=k_scale, v_scale=v_scale
+    ).run()

@@ -35,6 +35,10 @@ def compile_kernels(tmp_path: Path, *arguments: str, **variables: str) -> subpro
         ("write_kv bf16 192/128", ("sm_90", "gfx942"), 2),
         ("bf16 128 decode, 16 splits", ("sm_90", "gfx942"), 4),
         ("paged_attention bf16 128 prefill", ("sm_80",), 1),
+        ("causal_conv1d bf16 2048 kernel 3 prefill", ("sm_90", "gfx942"), 2),
+        ("selective_scan bf16 8192 prefill", ("sm_100",), 1),
+        ("mamba2_scan bf16 64x128 decode", ("sm_90",), 1),
+        ("gated_delta_rule bf16 128x128 per channel decode", ("sm_80",), 1),
     ],
 )
 def test_kernels_compile_without_spills(only: str, targets: tuple[str, ...], num_rows: int, tmp_path: Path) -> None:

@@ -22,12 +22,23 @@ key, cache, slots = torch.ones(1, 1, 4), torch.zeros(2, 2, 1, 4), torch.tensor([
 write_kv_reference(key, key, cache, cache, slots)
 write_kv_torch(key, key, cache, cache, slots)
 assert cache.sum() == 4
-try:
-    write_kv(key, key, cache, cache, slots)
-except ImportError as error:
-    assert "triton" in str(error)
-else:
-    raise SystemExit("a launch without triton did not raise")
+from hybridkv_kernels.rg_lru import rg_lru, rg_lru_reference, rg_lru_torch
+from hybridkv_kernels.state_batch import StateBatch
+slot, zero = torch.tensor([1]), torch.tensor([False])
+batch = StateBatch(torch.tensor([0, 1], dtype=torch.int32), slot, slot, zero, max_query_len=1)
+ones = torch.ones(1, 4)
+recurrence = {"state": torch.zeros(2, 4), "batch": batch, "out": torch.empty(1, 4)}
+rg_lru_reference(ones, ones, **recurrence)
+rg_lru_torch(ones, ones, **recurrence)
+assert recurrence["out"].sum() == 8
+launches = (lambda: write_kv(key, key, cache, cache, slots), lambda: rg_lru(ones, ones, **recurrence))
+for launch in launches:
+    try:
+        launch()
+    except ImportError as error:
+        assert "triton" in str(error)
+    else:
+        raise SystemExit("a launch without triton did not raise")
 """
 WITHOUT_TORCH = """
 import sys
