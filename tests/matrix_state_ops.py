@@ -53,12 +53,15 @@ def long_rows(function: Callable[..., None], *args: object, batch: StateBatch, *
 
 @dataclass(frozen=True)
 class Mamba2Case:
+    """Every seventh step has a size of `long_step`, if there is one; its input is as much smaller."""
+
     num_heads: int = 4
     num_groups: int = 2
     head_dim: int = 5
     state_size: int = 6
     has_weights: bool = True
     dt_limit: tuple[float, float] | None = (0.05, 1.5)
+    long_step: float | None = None
     dtype: torch.dtype = torch.float32
 
     def params(self, device: torch.device) -> Mamba2Params:
@@ -74,6 +77,9 @@ class Mamba2Case:
             name: sliced(count, *shape, seed=4 + i, device=device).to(self.dtype)
             for i, (name, shape) in enumerate(shapes.items())
         }
+        if self.long_step is not None:
+            tokens["dt"][::7] = self.long_step
+            tokens["x"][::7] /= self.long_step
         return tokens if self.has_weights else tokens | {"dt": tokens["dt"].abs()}
 
     def op(self, name: str, *, is_long: bool = False) -> StateOp:
@@ -113,7 +119,10 @@ class LightningCase:
 
 @dataclass(frozen=True)
 class DeltaCase:
-    """`decay` scales the log decays, `max_beta` the corrections; with `same_keys` all tokens have one key."""
+    """`decay` scales the log decays, `max_beta` the corrections; with `same_keys` all tokens have one key.
+
+    Every seventh log decay is `seventh_log_decay`, if there is one.
+    """
 
     num_key_heads: int = 2
     num_heads: int = 4
@@ -122,6 +131,7 @@ class DeltaCase:
     per_channel: bool = False
     normalize: bool = True
     decay: float = 0.5
+    seventh_log_decay: float | None = None
     max_beta: float = 2.0
     same_keys: bool = False
     dtype: torch.dtype = torch.float32
@@ -135,11 +145,14 @@ class DeltaCase:
         if not self.normalize:
             query, key = query / self.key_dim**0.5, key / self.key_dim**0.5 / 2
         decay_shape = (self.num_heads, self.key_dim) if self.per_channel else (self.num_heads,)
+        log_decay = -self.decay * make(*decay_shape, seed=16).abs()
+        if self.seventh_log_decay is not None:
+            log_decay[::7] = self.seventh_log_decay
         return {
             "query": query.to(self.dtype),
             "key": key.to(self.dtype),
             "value": make(self.num_heads, self.value_dim, seed=15).to(self.dtype),
-            "log_decay": -self.decay * make(*decay_shape, seed=16).abs(),
+            "log_decay": log_decay,
             "beta": self.max_beta * make(self.num_heads, seed=17).sigmoid(),
         }
 

@@ -12,6 +12,7 @@ from hybridkv.attention import AttentionBackend, GroupBatch, LayerParams, Prepar
 from hybridkv.errors import UnsupportedModel
 from hybridkv.plan import CachePlan
 from hybridkv.runner.latents import LatentBatch
+from hybridkv.specs import State, StateFamily
 from hybridkv_kernels.constants import PAD_SLOT_ID
 from hybridkv_kernels.state_batch import StateBatch
 
@@ -41,6 +42,7 @@ class LatentCache:
 class StateCache:
     """One layer's recurrent states by name, `[num_blocks, ...]`; a row's block is in column `part` of its table."""
 
+    family: StateFamily
     group_id: int
     part: int
     views: Mapping[str, torch.Tensor]
@@ -62,24 +64,21 @@ class LayerCaches:
             for cache in group.group.caches:
                 where = cache.layer, cache.cache_idx
                 views = {t.name: arena.view(cache.layer, t.name, cache.cache_idx) for t in cache.cache.tensors}
-                if group.group.is_state:
-                    _put(self.states, cache.layer, StateCache(group.group.group_id, parts[where], views))
-                elif list(views) == ["k", "v"] and group.group.lifecycle.kind != "cross_attention":
+                lifecycle = cache.cache.lifecycle
+                if isinstance(lifecycle, State):
+                    state = StateCache(lifecycle.family, group.group.group_id, parts[where], views)
+                    _put(self.states, cache.layer, state)
+                elif list(views) == ["k", "v"] and lifecycle.kind != "cross_attention":
                     _put(self.attention, cache.layer, AttentionCache(group.group.group_id, (views["k"], views["v"])))
                 elif list(views) == [_LATENT]:
                     num_rotary = cache.cache.tensors[0].rotary_elements or 0
                     _put(self.latents, cache.layer, LatentCache(group.group.group_id, views[_LATENT], num_rotary))
                 else:
                     raise UnsupportedModel(
-                        f"layer {cache.layer}: keeps {list(views)} with lifecycle {group.group.lifecycle.kind}; this "
+                        f"layer {cache.layer}: keeps {list(views)} with lifecycle {lifecycle.kind}; this "
                         "runner takes keys and values of self-attention, latents, and recurrent states"
                     )
         self._add_shared(plan)
-
-    @property
-    def layers(self) -> set[int]:
-        """Layers that attend or recur through a cache."""
-        return set(self.attention) | set(self.latents) | set(self.states)
 
     def begin(self, batches: Sequence[GroupBatch], num_prompt_tokens: Sequence[int]) -> "ForwardStep":
         """Prepare every group for one forward pass.
@@ -115,7 +114,8 @@ class LayerCaches:
 class ForwardStep:
     """What the layers of one forward pass share; one object serves one pass.
 
-    `updated_layer` is the layer that last called the cache.
+    `attended` are the layers that attended, `advanced` the states that were used, by layer and name; `updated_layer` is
+    the layer that last called the cache.
 
     Shapes: `generated` [T] bool, whether a token was generated, not part of the prompt; None without states
     """
@@ -126,6 +126,7 @@ class ForwardStep:
     states: Mapping[tuple[int, int], StateBatch]
     generated: torch.Tensor | None
     attended: set[int] = field(default_factory=set)
+    advanced: set[tuple[int, str]] = field(default_factory=set)
     updated_layer: int | None = None
 
     def attend(
@@ -161,19 +162,27 @@ class ForwardStep:
         cache = self.caches.latents[layer]
         return self.latents[cache.group_id].update(cache.view, cache.num_rotary, compressed, rotary)
 
-    def state_batch(self, layer: int) -> tuple[Mapping[str, torch.Tensor], StateBatch]:
-        """Return a layer's states by name and the rows that advance them."""
-        self.attended.add(layer)
+    def state(self, layer: int, name: str) -> tuple[torch.Tensor, StateBatch]:
+        """Return one of a layer's states `[num_blocks, ...]` and the rows that advance it."""
+        self.advanced.add((layer, name))
         cache = self.caches.states[layer]
-        return cache.views, self.states[cache.group_id, cache.part]
+        return cache.views[name], self.states[cache.group_id, cache.part]
 
     def check_complete(self) -> None:
-        """Raise UnsupportedModel if a layer with a cache did not use it."""
-        missing = sorted(self.caches.layers - self.attended)
+        """Raise UnsupportedModel if a layer with a cache did not use all of it."""
+        missing = sorted({*self.caches.attention, *self.caches.latents} - self.attended)
         if missing:
             raise UnsupportedModel(
                 f"layers {missing}: did not attend through the cache; their attention does not use the attention "
                 "interface of transformers, so they cannot be driven"
+            )
+        states = {(layer, name) for layer, cache in self.caches.states.items() for name in cache.views}
+        idle = sorted(states - self.advanced)
+        if idle:
+            layers, names = (sorted(set(part)) for part in zip(*idle, strict=True))
+            raise UnsupportedModel(
+                f"layers {layers}: did not advance their states ({', '.join(names)}); their modules do not call the "
+                "functions that use them, so they cannot be driven"
             )
 
     def _check_entry(self, layer: int, cache: AttentionCache, key: torch.Tensor, value: torch.Tensor) -> None:

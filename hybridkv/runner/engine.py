@@ -163,7 +163,10 @@ class Engine:
             self._abandon()
 
     def step(self) -> None:
-        """Compute one batch and hand its new tokens to their sequences; without work, do nothing."""
+        """Compute one batch and hand its new tokens to their sequences; without work, do nothing.
+
+        It may be called again after the model failed: all running sequences are preempted then, so they start over.
+        """
         if not self.scheduler.has_work:
             return
         started = time.perf_counter()
@@ -176,9 +179,14 @@ class Engine:
         prompts = [sequence.num_prompt_tokens for sequence in batch.sequences]
         attention = self.model.begin(self._group_batches(geometry, slots), prompts)
         forward_started = time.perf_counter()
-        logits = self.model.forward(input_ids, geometry, attention, sampled)
-        self.manager.commit(batch.rows, batch.num_scheduled_tokens)
-        self._settle(batch, self.sampler.sample(logits, [batch.sequences[i] for i in sampled]), sampled)
+        try:
+            logits = self.model.forward(input_ids, geometry, attention, sampled)
+            self.manager.commit(batch.rows, batch.num_scheduled_tokens)
+            self._settle(batch, self.sampler.sample(logits, [batch.sequences[i] for i in sampled]), sampled)
+        except BaseException:
+            # States are advanced in place: the next step must not advance them over the same tokens again.
+            self.scheduler.preempt_all()
+            raise
         self._num_steps += 1
         self._table_seconds += forward_started - tables_started
         self._seconds += time.perf_counter() - started

@@ -1,11 +1,14 @@
 """Which class of recurrent module gets which adapter."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
 from hybridkv._torch import torch
 from hybridkv.runner.recurrence import LayerRecurrence
+from hybridkv.specs import StateFamily
+from hybridkv_kernels import causal_conv1d, rg_lru
+from hybridkv_kernels.state_batch import MATRIX_STATE_DTYPES, MAX_MATRIX_DIM
 
 Functions = Mapping[str, Callable[..., object]]
 TensorFunction = Callable[..., torch.Tensor]
@@ -36,16 +39,31 @@ class _LightningAttention(Protocol):
 
 
 @dataclass(frozen=True)
+class StateLimits:
+    """What the op of a state takes.
+
+    Attributes:
+        dtypes: that it may be stored in.
+        max_gpu_dim: longest side of its matrices on a GPU; None for any.
+    """
+
+    dtypes: Sequence[torch.dtype]
+    max_gpu_dim: int | None = None
+
+
+@dataclass(frozen=True)
 class MixerAdapter:
     """How one kind of mixer is driven.
 
     Attributes:
-        name: the kind's name, for people.
+        family: the kind of state it keeps.
+        states: its states by name.
         functions: makes the functions that replace those of the module's file.
         forward: replaces the module's whole forward, for mixers whose recurrence is inline.
     """
 
-    name: str
+    family: StateFamily
+    states: Mapping[str, StateLimits]
     functions: Callable[[LayerRecurrence], Functions] = lambda _recurrence: {}
     forward: Callable[..., object] | None = None
 
@@ -84,9 +102,10 @@ def _rg_lru_forward(
     branch = recurrence.convolve(branch, block.conv_1d.weight.squeeze(1), block.conv_1d.bias).transpose(1, 2)
 
     def scan(
-        hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, reset: torch.Tensor, **_ignored: object
+        hidden_states: torch.Tensor, recurrent_gate: torch.Tensor, **_ignored: object
     ) -> tuple[torch.Tensor, None]:
-        return recurrence.rg_lru(recurrent_gate * ~reset, hidden_states), None
+        # The reset at a sequence's first token is left out: its row starts from zeros.
+        return recurrence.rg_lru(recurrent_gate, hidden_states), None
 
     block.rg_lru.__dict__["_rnn_scan"] = scan
     try:
@@ -112,13 +131,16 @@ def _lightning_forward(
     return attention.out_proj(torch.nn.functional.sigmoid(attention.output_gate(hidden_states)) * output), None
 
 
-MAMBA2 = MixerAdapter("mamba2", _mamba2)
-MAMBA1 = MixerAdapter("mamba1", _mamba1)
-GATED_DELTA_NET = MixerAdapter("gated_delta_net", _gated_delta_net)
-KDA = MixerAdapter("kda", _kda)
-SHORT_CONV = MixerAdapter("short_conv", _short_conv)
-RG_LRU = MixerAdapter("rglru", forward=_rg_lru_forward)
-LIGHTNING = MixerAdapter("lightning", forward=_lightning_forward)
+_CONV = StateLimits(causal_conv1d.STATE_DTYPES)
+_CHANNELS = StateLimits(MATRIX_STATE_DTYPES)
+_MATRIX = StateLimits(MATRIX_STATE_DTYPES, MAX_MATRIX_DIM)
+MAMBA2 = MixerAdapter("mamba2", {"conv": _CONV, "ssm": _MATRIX}, _mamba2)
+MAMBA1 = MixerAdapter("mamba1", {"conv": _CONV, "ssm": _CHANNELS}, _mamba1)
+GATED_DELTA_NET = MixerAdapter("gated_delta_net", {"conv": _CONV, "recurrent": _MATRIX}, _gated_delta_net)
+KDA = MixerAdapter("kda", {"conv": _CONV, "recurrent": _MATRIX}, _kda)
+SHORT_CONV = MixerAdapter("short_conv", {"conv": _CONV}, _short_conv)
+RG_LRU = MixerAdapter("rglru", {"conv": _CONV, "recurrent": StateLimits(rg_lru.STATE_DTYPES)}, forward=_rg_lru_forward)
+LIGHTNING = MixerAdapter("lightning", {"recurrent": _MATRIX}, forward=_lightning_forward)
 
 MIXERS: Mapping[str, MixerAdapter] = {
     "BambaMixer": MAMBA2,

@@ -1,6 +1,8 @@
 """A Hugging Face causal LM whose layers use the cache in `forward`."""
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
@@ -19,11 +21,22 @@ _ROPE_OF_A_CALL = "longrope"
 _ASKS_THE_CACHE = frozenset({"llama4_text", "zamba", "zamba2"})
 
 
+class _PassLock:
+    """Lets one forward pass at a time into a model; a copy of the model gets a lock of its own."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+
+    def __reduce__(self) -> tuple[type["_PassLock"], tuple[()]]:
+        return _PassLock, ()
+
+
 class HostedModel:
     """A Hugging Face causal LM over our caches.
 
     Afterwards the model keeps the attention of this library; `model.set_attn_implementation("sdpa")` makes it Hugging
-    Face's own again, until the next `forward`.
+    Face's own again, until the next `forward`. Engines in several threads may share a model, they take turns; nothing
+    else may call the model meanwhile.
     """
 
     def __init__(self, model: PreTrainedModel, caches: LayerCaches, max_model_len: int) -> None:
@@ -37,6 +50,8 @@ class HostedModel:
         self._model = model
         self._caches = caches
         self._mixers = MixerHost(model, caches)
+        # The model keeps it, since all engines on a model must take the same one.
+        self._pass_lock: _PassLock = model.__dict__.setdefault("_hybridkv_pass_lock", _PassLock())
         self._asks_the_cache = bool(caches.latents) or config.model_type in _ASKS_THE_CACHE
 
     def begin(self, batches: Sequence[GroupBatch], num_prompt_tokens: Sequence[int]) -> ForwardStep:
@@ -54,10 +69,8 @@ class HostedModel:
 
         Shapes: input_ids [T] int64; returns [len(sampled), vocab_size]
         """
-        if self._model.config._attn_implementation != ATTENTION_NAME:
-            self._model.set_attn_implementation(ATTENTION_NAME)
         last_tokens = torch.from_numpy(geometry.last_token_indices[list(sampled)]).to(input_ids.device)
-        with tall_projection(self._model.get_output_embeddings()), self._mixers.attached(step):
+        with self._pass_lock.lock, self._hosted(step):
             output = self._model(
                 input_ids=input_ids[None],
                 position_ids=geometry.positions[None],
@@ -69,6 +82,14 @@ class HostedModel:
         step.check_complete()
         logits: torch.Tensor = output.logits[0]
         return logits
+
+    @contextmanager
+    def _hosted(self, step: ForwardStep) -> Iterator[None]:
+        """Let the model use the step's caches meanwhile."""
+        if self._model.config._attn_implementation != ATTENTION_NAME:
+            self._model.set_attn_implementation(ATTENTION_NAME)
+        with tall_projection(self._model.get_output_embeddings()), self._mixers.attached(step):
+            yield
 
 
 def _check_rope(config: PretrainedConfig, max_model_len: int) -> None:

@@ -4,7 +4,8 @@ Each method stands in for a function of a modeling file: it takes the batch `[1,
 layer's cached state, writes the states back and returns outputs of the same form.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from hybridkv._torch import torch
 from hybridkv.errors import InvariantError, UnsupportedModel
@@ -21,23 +22,37 @@ _ACTIVATIONS: dict[str | None, Activation] = {None: None, "silu": "silu", "swish
 
 
 class LayerRecurrence:
-    """The state of one layer during one forward pass."""
+    """The state of one layer during one forward pass.
+
+    Its methods raise UnsupportedModel, naming the layer, if what the module makes does not fit the states.
+    """
 
     def __init__(self, layer: int) -> None:
         self.layer = layer
         self._step: ForwardStep | None = None
         self._head = 0
+        self._has_run = False
 
     def begin(self, step: ForwardStep) -> None:
         """Use the states of a step."""
         self._step = step
+        self._has_run = False
 
     def end(self) -> None:
         """Forget the step."""
         self._step = None
 
     def restart(self) -> None:
-        """Begin a forward of the layer's module."""
+        """Begin a forward of the layer's module.
+
+        Raises: UnsupportedModel if it is the second of a step, which would advance the states twice.
+        """
+        if self._has_run:
+            raise UnsupportedModel(
+                f"layer {self.layer}: its recurrent module was called twice in one forward pass, which would advance "
+                "its state twice; only models that call it once can be run"
+            )
+        self._has_run = True
         self._head = 0
 
     def convolve(
@@ -48,14 +63,14 @@ class LayerRecurrence:
         activation: str | None = None,
         **_ignored: object,
     ) -> torch.Tensor:
-        """Causal convolution; hidden_states [1, C, T], weight [C, K]."""
+        """Causal convolution; hidden_states [1, C, T], as returned; weight [C, K]."""
         if activation not in _ACTIVATIONS:
             raise UnsupportedModel(f"layer {self.layer}: convolves with activation {activation!r}, known: silu")
-        views, batch = self._states()
         x = hidden_states[0].transpose(0, 1).contiguous()
         out = torch.zeros_like(x)
         op = causal_conv1d if x.is_cuda else causal_conv1d_torch
-        op(x, weight, bias, activation=_ACTIVATIONS[activation], state=views["conv"], batch=batch, out=out)
+        with self._state("conv") as (state, batch):
+            op(x, weight, bias, activation=_ACTIVATIONS[activation], state=state, batch=batch, out=out)
         return out.transpose(0, 1)[None]
 
     def mamba2_scan(  # noqa: PLR0913 - the signature is transformers'
@@ -72,12 +87,11 @@ class LayerRecurrence:
         dt_limit: tuple[float, float] = (0.0, float("inf")),
         **_ignored: object,
     ) -> torch.Tensor:
-        """Mamba-2 scan; hidden_states [1, T, H, P], dt [1, T, H], B and C [1, T, G, N].
+        """Mamba-2 scan; hidden_states [1, T, H, P], as returned; dt [1, T, H], B and C [1, T, G, N].
 
         transformers limits dt in its scan and not in its single step, so a generated token's dt is not limited.
         """
         del chunk_size
-        views, batch = self._states()
         steps = dt[0] if dt_bias is None else dt[0] + dt_bias.to(dt.dtype)
         steps = torch.nn.functional.softplus(steps) if dt_softplus else steps
         steps = torch.where(self._generated()[:, None], steps, steps.clamp(*dt_limit))
@@ -85,7 +99,8 @@ class LayerRecurrence:
         out = torch.zeros_like(x, memory_format=torch.contiguous_format)
         op = mamba2_scan if x.is_cuda else mamba2_scan_torch
         params = Mamba2Params(A, D, dt_softplus=False)
-        op(x, steps, B[0], C[0], params, state=views["ssm"], batch=batch, out=out)
+        with self._state("ssm") as (state, batch):
+            op(x, steps, B[0], C[0], params, state=state, batch=batch, out=out)
         return out[None]
 
     def selective_scan(  # noqa: PLR0913 - the signature is transformers'
@@ -101,23 +116,22 @@ class LayerRecurrence:
         delta_softplus: bool = False,
         **_ignored: object,
     ) -> torch.Tensor:
-        """Mamba-1 scan; hidden_states, dt and z [1, C, T], B and C [1, N, T].
+        """Mamba-1 scan; hidden_states, dt and z [1, C, T], as returned; B and C [1, N, T].
 
         A model with several Mamba heads calls it once a head, in order.
         """
-        views, batch = self._states()
-        state = views["ssm"]
-        if state.dim() == 4:  # [num_blocks, heads, P, N]
-            state = state[:, self._head : self._head + 1]
-            self._head += 1
-        else:
-            state = state[:, None]
         x, steps, B_rows, C_rows = (_tokens_first(tensor) for tensor in (hidden_states, dt, B, C))
         out = torch.zeros_like(x)
         inputs = ScanInputs(x, steps, B_rows, C_rows, None if z is None else _tokens_first(z))
         params = SelectiveScanParams(A[None].contiguous(), _one_head(D), _one_head(delta_bias), delta_softplus)
         op = selective_scan if x.is_cuda else selective_scan_torch
-        op(inputs, params, state=state, batch=batch, out=out)
+        with self._state("ssm") as (state, batch):
+            if state.dim() == 4:  # [num_blocks, heads, P, N]
+                state = state[:, self._head : self._head + 1]
+                self._head += 1
+            else:
+                state = state[:, None]
+            op(inputs, params, state=state, batch=batch, out=out)
         return out[:, 0].transpose(0, 1)[None]
 
     def delta_rule(
@@ -130,37 +144,49 @@ class LayerRecurrence:
         use_qk_l2norm_in_kernel: bool = False,
         **_ignored: object,
     ) -> tuple[torch.Tensor, None]:
-        """Gated delta rule or KDA; query and key [1, T, Hk, Dk], value [1, T, Hv, Dv], g [1, T, Hv(, Dk)]."""
-        views, batch = self._states()
-        q, k, v = (tensor[0].contiguous() for tensor in (query, key, value))
+        """Gated delta rule or KDA.
+
+        Shapes: query and key [1, T, Hk, Dk], value [1, T, Hv, Dv], as returned; g [1, T, Hv] or [1, T, Hv, Dk]; beta
+            [1, T, Hv]
+        """
+        q, k, v, decay, rate = (tensor[0].contiguous() for tensor in (query, key, value, g, beta))
         out = torch.zeros_like(v)
         params = DeltaRuleParams(q.shape[-1] ** -0.5, l2_normalize=use_qk_l2norm_in_kernel)
         op = gated_delta_rule if q.is_cuda else gated_delta_rule_torch
-        op(q, k, v, g[0].contiguous(), beta[0].contiguous(), params, state=views["recurrent"], batch=batch, out=out)
+        with self._state("recurrent") as (state, batch):
+            op(q, k, v, decay, rate, params, state=state, batch=batch, out=out)
         return out[None], None
 
     def lightning(
         self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, slope: torch.Tensor
     ) -> torch.Tensor:
         """Lightning attention; query, key and value [1, T, H, D], slope [H]; returns [1, T, H, D]."""
-        views, batch = self._states()
         q, k, v = (tensor[0].contiguous() for tensor in (query, key, value))
         out = torch.zeros_like(v)
         op = lightning_attention if q.is_cuda else lightning_attention_torch
-        op(q, k, v, slope, state=views["recurrent"], batch=batch, out=out)
+        with self._state("recurrent") as (state, batch):
+            op(q, k, v, slope, state=state, batch=batch, out=out)
         return out[None]
 
     def rg_lru(self, decay: torch.Tensor, hidden_states: torch.Tensor) -> torch.Tensor:
-        """Gated linear recurrence; decay and hidden_states [1, T, W]."""
-        views, batch = self._states()
+        """Gated linear recurrence; decay and hidden_states [1, T, W], as returned."""
         x = hidden_states[0].contiguous()
         out = torch.zeros_like(x)
         op = rg_lru if x.is_cuda else rg_lru_torch
-        op(decay[0].contiguous(), x, state=views["recurrent"], batch=batch, out=out)
+        with self._state("recurrent") as (state, batch):
+            op(decay[0].contiguous(), x, state=state, batch=batch, out=out)
         return out[None]
 
-    def _states(self) -> tuple[Mapping[str, torch.Tensor], StateBatch]:
-        return self._current().state_batch(self.layer)
+    @contextmanager
+    def _state(self, name: str) -> Iterator[tuple[torch.Tensor, StateBatch]]:
+        """Give an op one of the layer's states with the rows that advance it; its ValueError gets the layer's name."""
+        try:
+            yield self._current().state(self.layer, name)
+        except ValueError as error:
+            raise UnsupportedModel(
+                f"layer {self.layer}: state {name!r} does not fit what its module makes: {error}; make the spec from "
+                "the model's own config, for one rank"
+            ) from error
 
     def _generated(self) -> torch.Tensor:
         generated = self._current().generated

@@ -75,6 +75,11 @@ class Scheduler:
         self.running.remove(sequence)
         sequence.phase = Phase.FINISHED
 
+    def preempt_all(self) -> None:
+        """Let every running sequence compute all its tokens again, in the order they came."""
+        while self.running:
+            self._preempt_youngest()
+
     def _reserve_running(self) -> ScheduledBatch:
         """Reserve the running sequences' next tokens, preempting the youngest until the rest fits.
 

@@ -24,17 +24,25 @@ def make_tiny(
     Args:
         fields: what to change in the family's config.json.
 
-    Raises: InvalidRequest for an unknown family or a folder that holds something.
+    Raises: InvalidRequest for an unknown family, a folder that holds something or cannot be made.
     """
     if family not in TINY_CONFIGS:
         raise InvalidRequest(f"family: got {family!r}, expected one of {', '.join(FAMILIES)}")
-    if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise InvalidRequest(f"output: {str(folder)!r} exists and is not an empty folder; give a new one")
+    _make_empty(folder)
     model = tiny_model(family, seed=seed, fields=fields)
     model.save_pretrained(folder)
     if tokenizer:
         _byte_tokenizer().save_pretrained(folder)
     return folder
+
+
+def _make_empty(folder: Path) -> None:
+    try:
+        if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
+            raise InvalidRequest(f"output: {str(folder)!r} exists and is not an empty folder; give a new one")
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"output: {str(folder)!r} cannot be made ({error.strerror}); give another") from error
 
 
 def tiny_model(family: str, *, seed: int = 0, fields: Mapping[str, object] | None = None) -> PreTrainedModel:

@@ -25,6 +25,11 @@ def expect_tensor(name: str, tensor: torch.Tensor, dtype: torch.dtype | None, sh
     expect(fits, f"{name}.shape", list(shape), list(tensor.shape))
 
 
+def expect_dtype(name: str, tensor: torch.Tensor, dtypes: Sequence[torch.dtype]) -> None:
+    """Check that a tensor has one of some dtypes."""
+    expect(tensor.dtype in dtypes, f"{name}.dtype", " or ".join(map(str, dtypes)), tensor.dtype)
+
+
 def expect_last_dim_contiguous(name: str, tensor: torch.Tensor) -> None:
     """Check that neighbours in the last dimension are neighbours in memory."""
     ok = tensor.shape[-1] <= 1 or tensor.stride(-1) == 1

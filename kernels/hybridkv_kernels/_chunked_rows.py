@@ -7,16 +7,22 @@ from typing import Protocol
 import torch
 from torch import unflatten
 
-from hybridkv_kernels._checks import expect
-from hybridkv_kernels._state_rows import load_states, rows_by_length, store_states
+from hybridkv_kernels._checks import expect, expect_dtype
+from hybridkv_kernels._state_rows import LOWEST_LOG_DECAY, load_states, rows_by_length, store_states
 from hybridkv_kernels._triton import next_power_of_2
-from hybridkv_kernels.state_batch import StateBatch
+from hybridkv_kernels.state_batch import MATRIX_STATE_DTYPES, StateBatch
 
-__all__ = ["RowMath", "advance_rows", "causal_decay", "decay_factor", "expect_matrix_state", "take_tokens"]
+__all__ = [
+    "RowMath",
+    "advance_rows",
+    "causal_decay",
+    "decay_factor",
+    "expect_matrix_state",
+    "sum_log_decays",
+    "take_tokens",
+]
 
 _CHUNK_TOKENS = 64
-_LOWEST_EXPONENT = -87.0
-_STATE_DTYPES = (torch.float32, torch.bfloat16)
 
 
 class RowMath(Protocol):
@@ -77,7 +83,10 @@ def _advance_chunks(
 
 
 def take_tokens(source: torch.Tensor, tokens: torch.Tensor, is_token: torch.Tensor) -> torch.Tensor:
-    """Return float32 `[S, C, ...]` of a source `[T, ...]`, zero where `is_token` is false."""
+    """Return float32 `[S, C, ...]` of a source `[T, ...]`, zero where `is_token` is false.
+
+    Shapes: tokens [S, C] int64; is_token [S, C] bool.
+    """
     taken = unflatten(source.index_select(0, tokens.flatten()).float(), 0, tokens.shape)
     if bool(is_token.all()):
         return taken
@@ -85,11 +94,21 @@ def take_tokens(source: torch.Tensor, tokens: torch.Tensor, is_token: torch.Tens
 
 
 def decay_factor(log_decay: torch.Tensor) -> torch.Tensor:
-    """Return float32 exp(log_decay) of values <= 0, at least exp(-87), which changes no sum.
+    """Return float32 exp(log_decay) of values <= 0 in the same shape; no factor is below exp(-87) = 1.6e-38.
 
-    On CPUs, an exp that underflows, that of -inf too, takes 50 times as long as one that does not.
+    So what should be forgotten may leave 1.6e-38 of itself behind. On CPUs, an exp that underflows, that of -inf too,
+    takes 50 times as long as one that does not.
     """
-    return log_decay.float().clamp(min=_LOWEST_EXPONENT).exp_()
+    return log_decay.float().clamp(min=LOWEST_LOG_DECAY).exp_()
+
+
+def sum_log_decays(log_decay: torch.Tensor, dim: int) -> torch.Tensor:
+    """Return float64 sums of log decays from the start of `dim` to each token, in the same shape.
+
+    Sums are there to be subtracted: float64 keeps the precision of a small difference of two large ones, the lowest log
+    decay keeps -inf - -inf away.
+    """
+    return log_decay.double().clamp(min=LOWEST_LOG_DECAY).cumsum(dim)
 
 
 def causal_decay(log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,8 +116,7 @@ def causal_decay(log_decay: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
     Shapes: log_decay [..., C], that of each token.
     """
-    # In float64, so that the difference of two large sums keeps the precision of a small one.
-    total = log_decay.double().cumsum(-1)
+    total = sum_log_decays(log_decay, -1)
     between = (total.unsqueeze(-1) - total.unsqueeze(-2)).tril_()
     return total, decay_factor(between).tril_()
 
@@ -108,7 +126,7 @@ def expect_matrix_state(state: torch.Tensor, inner_shape: tuple[int, int, int]) 
 
     Raises: ValueError naming what was expected, what was given.
     """
-    expect(state.dtype in _STATE_DTYPES, "state.dtype", "torch.float32 or torch.bfloat16", state.dtype)
+    expect_dtype("state", state, MATRIX_STATE_DTYPES)
     fits = state.dim() == 4 and tuple(state.shape[1:]) == inner_shape
     expect(fits, "state.shape", ["num_slots", *inner_shape], list(state.shape))
     expect(state[:1].is_contiguous(), "state.stride()[1:]", "contiguous inner dimensions", state.stride()[1:])

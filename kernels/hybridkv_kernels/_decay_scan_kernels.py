@@ -2,8 +2,7 @@
 
 S = exp(d rate) S + d v k^T; y = S q + skip v, over tiles [BLOCK_P, BLOCK_N] of a head's state, held in registers while
 a program walks its row: by chunks of BLOCK_T tokens, or token by token (BLOCK_T = 1) in short rows, where keys are too
-wide. Without `dt`, d is 1
-and the rate is negated: lightning attention gives its slope.
+wide. Without `dt`, d is 1 and the rate is negated: lightning attention gives its slope.
 """
 
 from __future__ import annotations
@@ -14,24 +13,33 @@ from dataclasses import dataclass
 import torch
 
 from hybridkv_kernels._checks import expect, expect_last_dim_contiguous
-from hybridkv_kernels._state_rows import load_read_slot
+from hybridkv_kernels._state_rows import LOWEST_LOG_DECAY, load_read_slot
 from hybridkv_kernels._triton import KernelArg, Launch, jit, next_power_of_2, tl
 from hybridkv_kernels.constants import NULL_BLOCK_ID
-from hybridkv_kernels.state_batch import StateBatch
+from hybridkv_kernels.state_batch import MAX_MATRIX_DIM, StateBatch
 
-__all__ = ["MAX_STEP_TOKENS", "ScanTensors", "dot_float32", "load_rows", "prepare_decay_scan"]
+__all__ = [
+    "MAX_STEP_TOKENS",
+    "ScanTensors",
+    "causal_decay",
+    "dot_float32",
+    "load_rows",
+    "prepare_decay_scan",
+    "sum_log_decays",
+]
 
 # Up to so many tokens a row, walking them one by one beats a chunk, which is mostly empty.
 MAX_STEP_TOKENS = 8
-_MAX_DIM = 256
 _MAX_FLOAT32_CHUNK_DIM = 64
 
 
 @jit
 def dot_float32(left: tl.tensor, right: tl.tensor, IS_HALF: tl.constexpr) -> tl.tensor:
-    """Multiply float32 tiles, on tensor cores.
+    """Multiply float32 tiles `[A, B]` by `[B, C]`, on tensor cores; returns `[A, C]`.
 
-    NVIDIA's take TF32, which is exact for 16-bit inputs (IS_HALF); others are split in three, good to about 2**-21.
+    NVIDIA's take TF32, factors of 11 significant bits. With 16-bit inputs (IS_HALF) that is enough: those are exact in
+    it, what was computed from them, as the state, is rounded to 2**-12 of itself for the product, as float16 would be.
+    Otherwise factors are split in three, good to about 2**-21.
     """
     if tl.target_info.is_cuda():
         if IS_HALF:
@@ -47,7 +55,7 @@ def dot_float32(left: tl.tensor, right: tl.tensor, IS_HALF: tl.constexpr) -> tl.
 def _step_size(
     raw: tl.tensor, bias: tl.tensor, dt_min: tl.tensor, dt_max: tl.tensor, SOFTPLUS: tl.constexpr
 ) -> tl.tensor:
-    """Return clamp(softplus(raw + bias), dt_min, dt_max)."""
+    """Return clamp(softplus(raw + bias), dt_min, dt_max), float32 in the shape of `raw`."""
     size = raw.to(tl.float32) + bias
     if SOFTPLUS:
         # log(1 + e) with the correction e / ((1 + e) - 1), so that a small step keeps its precision.
@@ -60,8 +68,26 @@ def _step_size(
 
 
 @jit
+def sum_log_decays(log_decay: tl.tensor, LOWEST_LOG_DECAY: tl.constexpr) -> tuple[tl.tensor, tl.tensor]:
+    """Return float64 sums of a chunk's log decays `[BLOCK_T]`: up to each token `[BLOCK_T]`, of all.
+
+    Sums are there to be subtracted: float64 keeps the precision of a small difference of two large ones, the lowest log
+    decay keeps -inf - -inf away.
+    """
+    log_decay = tl.where(log_decay < LOWEST_LOG_DECAY, LOWEST_LOG_DECAY, log_decay).to(tl.float64)
+    return tl.cumsum(log_decay, 0), tl.sum(log_decay, 0)
+
+
+@jit
+def causal_decay(total: tl.tensor, t: tl.tensor) -> tl.tensor:
+    """Return the decay between two tokens `[BLOCK_T, BLOCK_T]` from `sum_log_decays`, 0 above the diagonal."""
+    difference = (total[:, None] - total[None, :]).to(tl.float32)
+    return tl.exp(tl.where(t[:, None] >= t[None, :], difference, float("-inf")))
+
+
+@jit
 def load_rows(base_ptr: tl.tensor, offsets: tl.tensor, columns: tl.tensor, mask: tl.tensor) -> tl.tensor:
-    """Load a float32 tile of rows at int64 `offsets`; what is masked reads 0."""
+    """Load rows at int64 `offsets` `[A]`, at `columns` `[B]`; returns float32 `[A, B]`, what is masked reads 0."""
     return tl.load(base_ptr + offsets[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
 
 
@@ -106,6 +132,7 @@ def decay_scan_kernel(
     HAS_SKIP: tl.constexpr,
     SOFTPLUS: tl.constexpr,
     NULL_BLOCK: tl.constexpr,
+    LOWEST_LOG_DECAY: tl.constexpr,
     IS_HALF: tl.constexpr,
 ) -> None:
     row = tl.program_id(2).to(tl.int64)
@@ -163,17 +190,18 @@ def decay_scan_kernel(
                 size = _step_size(raw, bias, dt_min, dt_max, SOFTPLUS)
                 log_decay = tl.where(t_ok, size * rate, 0.0)
                 update = value * size[:, None]
-            total = tl.cumsum(log_decay, 0)  # from the chunk's start to each token
-            whole = tl.sum(log_decay, 0)
-            past = t[:, None] >= t[None, :]
-            between = tl.exp(tl.where(past, total[:, None] - total[None, :], float("-inf")))
+            total, whole = sum_log_decays(log_decay, LOWEST_LOG_DECAY)
+            between = causal_decay(total, t)  # [BLOCK_T, BLOCK_T]
             scores = dot_float32(query, tl.trans(key), IS_HALF) * between  # [BLOCK_T, BLOCK_T]
-            out = dot_float32(query, tl.trans(state), IS_HALF) * tl.exp(total)[:, None] + skip * value
+            out = dot_float32(query, tl.trans(state), IS_HALF) * tl.exp(total.to(tl.float32))[:, None] + skip * value
             out += dot_float32(scores, update, IS_HALF)
-            update = update * tl.exp(whole - total)[:, None]
-            state = state * tl.exp(whole) + dot_float32(tl.trans(update), key, IS_HALF)
+            update = update * tl.exp((whole - total).to(tl.float32))[:, None]
+            state = state * tl.exp(whole.to(tl.float32)) + dot_float32(tl.trans(update), key, IS_HALF)
             out_rows = out_head + (token * stride_o_token)[:, None] + p[None, :]
             tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=tp_ok)
+    # Every thread has read the start state by now, also where both slots are one: in tiles smaller than the program,
+    # several threads hold the same element.
+    tl.debug_barrier()
     tl.store(tile + write_slot * stride_s_slot, state.to(state_ptr.dtype.element_ty), mask=tile_ok)
 
 
@@ -242,7 +270,7 @@ def prepare_decay_scan(
     """
     tensors.expect_strides()
     num_heads, head_dim, key_dim = tensors.state.shape[1:]
-    expect(max(head_dim, key_dim) <= _MAX_DIM, "head sizes", f"<= {_MAX_DIM}", (head_dim, key_dim))
+    expect(max(head_dim, key_dim) <= MAX_MATRIX_DIM, "head sizes", f"<= {MAX_MATRIX_DIM}", (head_dim, key_dim))
     item_bytes = tensors.query.element_size()
     block_n = max(16, next_power_of_2(key_dim))
     # A chunk's products need whole keys in registers: wide ones in float32 would spill.
@@ -264,7 +292,7 @@ def prepare_decay_scan(
             **{"BLOCK_P": tile.block_p, "BLOCK_N": block_n, "BLOCK_T": tile.block_t},
             **{"HAS_DT": tensors.dt is not None, "HAS_BIAS": tensors.dt_bias is not None},
             **{"HAS_SKIP": tensors.skip is not None, "SOFTPLUS": dt_softplus, "NULL_BLOCK": NULL_BLOCK_ID},
-            **{"IS_HALF": item_bytes == 2},
+            **{"LOWEST_LOG_DECAY": LOWEST_LOG_DECAY, "IS_HALF": item_bytes == 2},
             **{"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         },
     )

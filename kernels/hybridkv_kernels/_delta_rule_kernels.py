@@ -11,22 +11,27 @@ from dataclasses import dataclass
 import torch
 
 from hybridkv_kernels._checks import expect, expect_last_dim_contiguous
-from hybridkv_kernels._decay_scan_kernels import MAX_STEP_TOKENS, dot_float32, load_rows
-from hybridkv_kernels._state_rows import load_read_slot
+from hybridkv_kernels._decay_scan_kernels import (
+    MAX_STEP_TOKENS,
+    causal_decay,
+    dot_float32,
+    load_rows,
+    sum_log_decays,
+)
+from hybridkv_kernels._delta_rule_torch import L2_EPSILON
+from hybridkv_kernels._state_rows import LOWEST_LOG_DECAY, load_read_slot
 from hybridkv_kernels._triton import Launch, jit, next_power_of_2, tl
 from hybridkv_kernels.constants import NULL_BLOCK_ID
-from hybridkv_kernels.state_batch import StateBatch
+from hybridkv_kernels.state_batch import MAX_MATRIX_DIM, StateBatch
 
 __all__ = ["DeltaRuleTensors", "prepare_delta_rule"]
 
-_MAX_DIM = 256
 _MAX_CHUNK_KEY_BYTES = 256
-_L2_EPSILON = 1e-6
 
 
 @jit
 def _unit_lower_inverse(lower: tl.tensor, t: tl.tensor, LOG_T: tl.constexpr) -> tl.tensor:
-    """Invert I + `lower`, which is strictly lower triangular [2**LOG_T, 2**LOG_T].
+    """Return the inverse of I + `lower`, which is strictly lower triangular; both are [2**LOG_T, 2**LOG_T].
 
     The inverses of diagonal blocks double in size: that of [[P, 0], [L, Q]] is [[P', 0], [-Q' L P', Q']]. Unlike powers
     of `lower`, all terms stay as small as the inverse itself. Always in full precision: an error here would grow with
@@ -52,14 +57,13 @@ def _advance_chunk(
     state: tl.tensor,  # [BLOCK_V, BLOCK_K]
     t: tl.tensor,  # [BLOCK_T]
     LOG_T: tl.constexpr,
+    LOWEST_LOG_DECAY: tl.constexpr,
     IS_HALF: tl.constexpr,
 ) -> tuple[tl.tensor, tl.tensor]:
-    """Return outputs [BLOCK_T, BLOCK_V] with the next state."""
-    total = tl.cumsum(log_decay, 0)  # from the chunk's start to each token
-    whole = tl.sum(log_decay, 0)
-    from_start = tl.exp(total)[:, None]
-    past = t[:, None] >= t[None, :]
-    between = tl.exp(tl.where(past, total[:, None] - total[None, :], float("-inf")))
+    """Return outputs [BLOCK_T, BLOCK_V] with the next state [BLOCK_V, BLOCK_K]."""
+    total, whole = sum_log_decays(log_decay, LOWEST_LOG_DECAY)
+    from_start = tl.exp(total.to(tl.float32))[:, None]
+    between = causal_decay(total, t)
     # Each token's change depends on those before it in the chunk: a triangular system, whose diagonal is 1.
     wanted = (value - dot_float32(key, tl.trans(state), IS_HALF) * from_start) * beta[:, None]
     scores = dot_float32(key, tl.trans(key), IS_HALF) * between * beta[:, None]
@@ -67,8 +71,8 @@ def _advance_chunk(
     change = dot_float32(_unit_lower_inverse(scores, t, LOG_T), wanted, False)
     out = dot_float32(query, tl.trans(state), IS_HALF) * from_start
     out += dot_float32(dot_float32(query, tl.trans(key), IS_HALF) * between, change, IS_HALF)
-    change = change * tl.exp(whole - total)[:, None]
-    return out, state * tl.exp(whole) + dot_float32(tl.trans(change), key, IS_HALF)
+    change = change * tl.exp((whole - total).to(tl.float32))[:, None]
+    return out, state * tl.exp(whole.to(tl.float32)) + dot_float32(tl.trans(change), key, IS_HALF)
 
 
 @jit
@@ -109,6 +113,7 @@ def delta_rule_kernel(
     NORMALIZE: tl.constexpr,
     L2_EPSILON: tl.constexpr,
     NULL_BLOCK: tl.constexpr,
+    LOWEST_LOG_DECAY: tl.constexpr,
     IS_HALF: tl.constexpr,
 ) -> None:
     row = tl.program_id(2).to(tl.int64)
@@ -167,9 +172,12 @@ def delta_rule_kernel(
                 key = key * tl.rsqrt(tl.sum(key * key, 1) + L2_EPSILON)[:, None]
             query = query * scale
             log_decay = tl.load(decay_head + token * stride_g_token, mask=t_ok, other=0.0).to(tl.float32)
-            out, state = _advance_chunk(query, key, value, log_decay, beta, state, t, LOG_T, IS_HALF)
+            out, state = _advance_chunk(query, key, value, log_decay, beta, state, t, LOG_T, LOWEST_LOG_DECAY, IS_HALF)
             out_rows = out_head + (token * stride_o_token)[:, None] + v[None, :]
             tl.store(out_rows, out.to(out_ptr.dtype.element_ty), mask=tv_ok)
+    # Every thread has read the start state by now, also where both slots are one: in tiles smaller than the program,
+    # several threads hold the same element.
+    tl.debug_barrier()
     tl.store(tile + write_slot * stride_s_slot, state.to(state_ptr.dtype.element_ty), mask=tile_ok)
 
 
@@ -220,7 +228,7 @@ def prepare_delta_rule(tensors: DeltaRuleTensors, batch: StateBatch, *, scale: f
     """
     strides = tensors.strides()
     num_heads, value_dim, key_dim = tensors.state.shape[1:]
-    expect(max(value_dim, key_dim) <= _MAX_DIM, "head sizes", f"<= {_MAX_DIM}", (key_dim, value_dim))
+    expect(max(value_dim, key_dim) <= MAX_MATRIX_DIM, "head sizes", f"<= {MAX_MATRIX_DIM}", (key_dim, value_dim))
     is_per_channel = tensors.log_decay.dim() == 3
     item_bytes = tensors.query.element_size()
     block_k = max(16, next_power_of_2(key_dim))
@@ -241,8 +249,8 @@ def prepare_delta_rule(tensors: DeltaRuleTensors, batch: StateBatch, *, scale: f
             **{"HEADS_PER_KEY": num_heads // tensors.key.shape[1], "DK": key_dim, "DV": value_dim},
             **{"BLOCK_K": block_k, "BLOCK_V": tile.block_v, "BLOCK_T": tile.block_t},
             **{"LOG_T": tile.block_t.bit_length() - 1, "PER_CHANNEL": is_per_channel, "NORMALIZE": l2_normalize},
-            **{"L2_EPSILON": _L2_EPSILON, "NULL_BLOCK": NULL_BLOCK_ID},
-            **{"IS_HALF": item_bytes == 2},
+            **{"L2_EPSILON": L2_EPSILON, "NULL_BLOCK": NULL_BLOCK_ID},
+            **{"LOWEST_LOG_DECAY": LOWEST_LOG_DECAY, "IS_HALF": item_bytes == 2},
             **{"num_warps": tile.num_warps, "num_stages": tile.num_stages},
         },
     )

@@ -7,16 +7,16 @@ from dataclasses import dataclass
 import torch
 from torch import unflatten
 
-from hybridkv_kernels._chunked_rows import causal_decay, decay_factor, take_tokens
+from hybridkv_kernels._chunked_rows import causal_decay, decay_factor, sum_log_decays, take_tokens
 
-__all__ = ["DeltaRule", "l2_normalize"]
+__all__ = ["L2_EPSILON", "DeltaRule", "l2_normalize"]
 
-_L2_EPSILON = 1e-6
+L2_EPSILON = 1e-6
 
 
 def l2_normalize(vectors: torch.Tensor) -> torch.Tensor:
-    """Divide each vector of the last dimension by sqrt(its squared length + 1e-6)."""
-    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + _L2_EPSILON)
+    """Divide each vector of the last dimension by sqrt(its squared length + 1e-6); returns the same shape."""
+    return vectors * torch.rsqrt(vectors.square().sum(-1, keepdim=True) + L2_EPSILON)
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ def _channel_decay_chunk(query: torch.Tensor, key: torch.Tensor, log_decay: torc
     Shapes: query, key, log_decay [S, H, C, Dk]; C is a power of two.
     """
     num_tokens = query.shape[2]
-    total = log_decay.double().cumsum(2)
+    total = sum_log_decays(log_decay, 2)
     key_scores = query.new_zeros(*query.shape[:2], num_tokens, num_tokens)
     query_scores = torch.diag_embed((query * key).sum(-1))
     half = 1

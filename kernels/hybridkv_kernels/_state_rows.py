@@ -11,6 +11,7 @@ from hybridkv_kernels.constants import NULL_BLOCK_ID
 from hybridkv_kernels.state_batch import StateBatch
 
 __all__ = [
+    "LOWEST_LOG_DECAY",
     "LiveRow",
     "SplitRows",
     "live_rows",
@@ -20,6 +21,9 @@ __all__ = [
     "split_rows",
     "store_states",
 ]
+
+# Below exp(-87) = 1.6e-38 float32 loses precision, soon everything: a stronger decay of one token counts as this one.
+LOWEST_LOG_DECAY = -87.0
 
 
 @dataclass(frozen=True)

@@ -27,14 +27,17 @@ from typing import Literal, TypeAlias
 import torch
 import torch.nn.functional as F
 
-from hybridkv_kernels._checks import expect, expect_last_dim_contiguous, expect_one_device, expect_tensor
+from hybridkv_kernels._checks import expect, expect_dtype, expect_last_dim_contiguous, expect_one_device, expect_tensor
 from hybridkv_kernels._row_tiles import find_row
 from hybridkv_kernels._state_rows import LiveRow, live_rows, load_read_slot, load_states, split_rows, store_states
 from hybridkv_kernels._triton import Launch, jit, next_power_of_2, tl
 from hybridkv_kernels.constants import NULL_BLOCK_ID
-from hybridkv_kernels.state_batch import StateBatch, check_state_batch
+from hybridkv_kernels.state_batch import INPUT_DTYPES, StateBatch, check_state_batch
 
 __all__ = [
+    "MAX_KERNEL",
+    "MIN_KERNEL",
+    "STATE_DTYPES",
     "Activation",
     "causal_conv1d",
     "causal_conv1d_reference",
@@ -45,8 +48,8 @@ __all__ = [
 
 Activation: TypeAlias = Literal["silu"] | None
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
-_MIN_KERNEL, _MAX_KERNEL = 2, 8
+STATE_DTYPES = INPUT_DTYPES
+MIN_KERNEL, MAX_KERNEL = 2, 8
 _MAX_TILE_TOKENS = 16
 _MAX_TILE_CHANNELS = 256
 _MAX_TILE_ELEMENTS = 1024
@@ -65,14 +68,14 @@ def _check_shapes(
     out: torch.Tensor,
 ) -> None:
     expect_tensor("x", x, None, (None, None))
-    expect(x.dtype in _DTYPES, "x.dtype", "float32, bfloat16 or float16", x.dtype)
+    expect_dtype("x", x, INPUT_DTYPES)
     channels = x.shape[1]
     expect_tensor("weight", weight, None, (channels, None))
     kernel = weight.shape[1]
-    expect(_MIN_KERNEL <= kernel <= _MAX_KERNEL, "weight.shape[1]", f"{_MIN_KERNEL}..{_MAX_KERNEL}", kernel)
+    expect(MIN_KERNEL <= kernel <= MAX_KERNEL, "weight.shape[1]", f"{MIN_KERNEL}..{MAX_KERNEL}", kernel)
     expect_tensor("out", out, x.dtype, x.shape)
     expect_tensor("state", state, None, (None, channels, None))
-    expect(state.dtype in _DTYPES, "state.dtype", "float32, bfloat16 or float16", state.dtype)
+    expect_dtype("state", state, STATE_DTYPES)
     expect(state.shape[2] in (kernel - 1, kernel), "state.shape[2]", f"{kernel - 1} or {kernel}", state.shape[2])
     expect(state[:1].is_contiguous(), "state.stride()[1:]", "contiguous inner dimensions", state.stride()[1:])
     expect(activation in (None, "silu"), "activation", "None or 'silu'", activation)
@@ -189,7 +192,7 @@ def _convolve_row(
 ) -> None:
     past = taps.shape[0] - 1
     history = start_state[:, start_state.shape[1] - past :].T
-    block = max(_MAX_KERNEL, _BLOCK_ELEMENTS // max(tokens.shape[1], 1))
+    block = max(MAX_KERNEL, _BLOCK_ELEMENTS // max(tokens.shape[1], 1))
     for first in range(0, tokens.shape[0], block):
         length = min(block, tokens.shape[0] - first)
         if first == 0:

@@ -17,7 +17,7 @@ Shapes
 
 Invariants
     I1  S1..S5 of `state_batch`
-    I2  g <= 0
+    I2  g <= 0, -inf included; in chunks, below -87 counts as -87, a factor of 1.6e-38
     I3  0 <= beta <= 2: with unit keys, a step beyond 2 leaves a larger error than it found
 
 All arithmetic is float32. Grid: (cdiv(Dv, BLOCK_V), Hv, R); a program walks one row, by chunks or token by token.
@@ -29,13 +29,13 @@ from dataclasses import dataclass
 
 import torch
 
-from hybridkv_kernels._checks import expect, expect_one_device, expect_tensor
+from hybridkv_kernels._checks import expect, expect_dtype, expect_one_device, expect_tensor
 from hybridkv_kernels._chunked_rows import advance_rows, expect_matrix_state
 from hybridkv_kernels._delta_rule_kernels import DeltaRuleTensors, prepare_delta_rule
-from hybridkv_kernels._delta_rule_torch import DeltaRule
+from hybridkv_kernels._delta_rule_torch import L2_EPSILON, DeltaRule
 from hybridkv_kernels._state_rows import live_rows
 from hybridkv_kernels._triton import Launch
-from hybridkv_kernels.state_batch import StateBatch, check_state_batch
+from hybridkv_kernels.state_batch import INPUT_DTYPES, StateBatch, check_state_batch
 
 __all__ = [
     "DeltaRuleParams",
@@ -46,7 +46,6 @@ __all__ = [
     "prepare_gated_delta_rule",
 ]
 
-_INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 _MAX_BETA = 2.0
 
 
@@ -70,7 +69,7 @@ def _check_shapes(
     out: torch.Tensor,
 ) -> None:
     expect_tensor("query", query, None, (None, None, None))
-    expect(query.dtype in _INPUT_DTYPES, "query.dtype", "float32, bfloat16 or float16", query.dtype)
+    expect_dtype("query", query, INPUT_DTYPES)
     num_tokens, num_key_heads, key_dim = query.shape
     expect_tensor("key", key, query.dtype, query.shape)
     expect_tensor("value", value, query.dtype, (num_tokens, None, None))
@@ -135,8 +134,8 @@ def gated_delta_rule_reference(
         for t in range(row.begin, row.end):
             q, k = query[t].double(), key[t].double()
             if params.l2_normalize:
-                q = q / (q.square().sum(-1, keepdim=True) + 1e-6).sqrt()
-                k = k / (k.square().sum(-1, keepdim=True) + 1e-6).sqrt()
+                q = q / (q.square().sum(-1, keepdim=True) + L2_EPSILON).sqrt()
+                k = k / (k.square().sum(-1, keepdim=True) + L2_EPSILON).sqrt()
             q, k = q.repeat_interleave(repeats, 0)[:, None, :], k.repeat_interleave(repeats, 0)[:, None, :]
             decay = log_decay[t].double().exp()
             s = s * (decay[:, None, None] if decay.dim() == 1 else decay[:, None, :])

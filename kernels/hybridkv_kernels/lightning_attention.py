@@ -12,7 +12,7 @@ Shapes
 
 Invariants
     I1  S1..S5 of `state_batch`
-    I2  slope >= 0
+    I2  slope >= 0, inf included; in chunks, above 87 counts as 87, a factor of 1.6e-38
 
 All arithmetic is float32. Grid: (cdiv(Dv, BLOCK_P), H, R). The kernel is that of `mamba2_scan`, of which this is
 the case d = 1, A = -slope, D = 0.
@@ -22,13 +22,13 @@ from __future__ import annotations
 
 import torch
 
-from hybridkv_kernels._checks import expect, expect_one_device, expect_tensor
+from hybridkv_kernels._checks import expect, expect_dtype, expect_one_device, expect_tensor
 from hybridkv_kernels._chunked_rows import advance_rows, expect_matrix_state
 from hybridkv_kernels._decay_scan_kernels import ScanTensors, prepare_decay_scan
 from hybridkv_kernels._decay_scan_torch import DecayScan, TransposedDecayScan
 from hybridkv_kernels._state_rows import live_rows
 from hybridkv_kernels._triton import Launch
-from hybridkv_kernels.state_batch import StateBatch, check_state_batch
+from hybridkv_kernels.state_batch import INPUT_DTYPES, StateBatch, check_state_batch
 
 __all__ = [
     "check_lightning_attention",
@@ -37,8 +37,6 @@ __all__ = [
     "lightning_attention_torch",
     "prepare_lightning_attention",
 ]
-
-_INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def _check_shapes(
@@ -52,7 +50,7 @@ def _check_shapes(
     out: torch.Tensor,
 ) -> None:
     expect_tensor("query", query, None, (None, None, None))
-    expect(query.dtype in _INPUT_DTYPES, "query.dtype", "float32, bfloat16 or float16", query.dtype)
+    expect_dtype("query", query, INPUT_DTYPES)
     num_tokens, num_heads, key_dim = query.shape
     expect_tensor("key", key, query.dtype, query.shape)
     expect_tensor("value", value, query.dtype, (num_tokens, num_heads, None))

@@ -15,7 +15,7 @@ Shapes
 
 Invariants
     I1  S1..S5 of `state_batch`
-    I2  A <= 0 and d >= 0, so that no exponent is positive
+    I2  A <= 0 and d >= 0, so that no exponent is positive; in chunks, d A below -87 counts as -87, a factor of 1.6e-38
 
 All arithmetic is float32. Grid: (cdiv(P, BLOCK_P), H, R); a program walks one row, by chunks or token by token.
 """
@@ -27,13 +27,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hybridkv_kernels._checks import expect, expect_one_device, expect_tensor
+from hybridkv_kernels._checks import expect, expect_dtype, expect_one_device, expect_tensor
 from hybridkv_kernels._chunked_rows import advance_rows, expect_matrix_state
 from hybridkv_kernels._decay_scan_kernels import ScanTensors, prepare_decay_scan
 from hybridkv_kernels._decay_scan_torch import DecayScan
 from hybridkv_kernels._state_rows import live_rows
 from hybridkv_kernels._triton import Launch
-from hybridkv_kernels.state_batch import StateBatch, check_state_batch
+from hybridkv_kernels.state_batch import INPUT_DTYPES, StateBatch, check_state_batch
 
 __all__ = [
     "Mamba2Params",
@@ -43,8 +43,6 @@ __all__ = [
     "mamba2_scan_torch",
     "prepare_mamba2_scan",
 ]
-
-_INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 @dataclass(frozen=True)
@@ -83,7 +81,7 @@ def _check_shapes(
     out: torch.Tensor,
 ) -> None:
     expect_tensor("x", x, None, (None, None, None))
-    expect(x.dtype in _INPUT_DTYPES, "x.dtype", "float32, bfloat16 or float16", x.dtype)
+    expect_dtype("x", x, INPUT_DTYPES)
     num_tokens, num_heads, head_dim = x.shape
     expect_tensor("dt", dt, None, (num_tokens, num_heads))
     expect_tensor("B", B, x.dtype, (num_tokens, None, None))

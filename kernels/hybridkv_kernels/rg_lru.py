@@ -20,16 +20,16 @@ from __future__ import annotations
 
 import torch
 
-from hybridkv_kernels._checks import expect, expect_last_dim_contiguous, expect_one_device, expect_tensor
+from hybridkv_kernels._checks import expect, expect_dtype, expect_last_dim_contiguous, expect_one_device, expect_tensor
 from hybridkv_kernels._linear_recurrence import combine_steps, run_recurrence
 from hybridkv_kernels._state_rows import live_rows, load_read_slot, load_states, split_rows, store_states
 from hybridkv_kernels._triton import Launch, jit, next_power_of_2, tl
 from hybridkv_kernels.constants import NULL_BLOCK_ID
-from hybridkv_kernels.state_batch import StateBatch, check_state_batch
+from hybridkv_kernels.state_batch import INPUT_DTYPES, StateBatch, check_state_batch
 
-__all__ = ["check_rg_lru", "prepare_rg_lru", "rg_lru", "rg_lru_reference", "rg_lru_torch"]
+__all__ = ["STATE_DTYPES", "check_rg_lru", "prepare_rg_lru", "rg_lru", "rg_lru_reference", "rg_lru_torch"]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+STATE_DTYPES = (torch.float32,)
 _MAX_TILE_TOKENS = 32
 _MAX_TILE_WIDTH = 64
 
@@ -38,10 +38,11 @@ def _check_shapes(
     a: torch.Tensor, x: torch.Tensor, *, state: torch.Tensor, batch: StateBatch, out: torch.Tensor
 ) -> None:
     expect_tensor("x", x, None, (None, None))
-    expect(x.dtype in _DTYPES, "x.dtype", "float32, bfloat16 or float16", x.dtype)
+    expect_dtype("x", x, INPUT_DTYPES)
     expect_tensor("a", a, None, x.shape)
     expect_tensor("out", out, x.dtype, x.shape)
-    expect_tensor("state", state, torch.float32, (None, x.shape[1]))
+    expect_tensor("state", state, None, (None, x.shape[1]))
+    expect_dtype("state", state, STATE_DTYPES)
     for name, tensor in (("a", a), ("x", x), ("out", out), ("state", state)):
         expect_last_dim_contiguous(name, tensor)
     expect_one_device((("x", x), ("a", a), ("out", out), ("state", state), ("write_slots", batch.write_slots)))

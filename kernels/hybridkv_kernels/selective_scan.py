@@ -27,13 +27,13 @@ from dataclasses import dataclass
 import torch
 import torch.nn.functional as F
 
-from hybridkv_kernels._checks import expect, expect_last_dim_contiguous, expect_one_device, expect_tensor
+from hybridkv_kernels._checks import expect, expect_dtype, expect_last_dim_contiguous, expect_one_device, expect_tensor
 from hybridkv_kernels._chunked_rows import expect_matrix_state
 from hybridkv_kernels._linear_recurrence import combine_steps, run_recurrence
 from hybridkv_kernels._state_rows import live_rows, load_read_slot, load_states, split_rows, store_states
 from hybridkv_kernels._triton import Launch, jit, next_power_of_2, tl
 from hybridkv_kernels.constants import NULL_BLOCK_ID
-from hybridkv_kernels.state_batch import StateBatch, check_state_batch
+from hybridkv_kernels.state_batch import INPUT_DTYPES, StateBatch, check_state_batch
 
 __all__ = [
     "ScanInputs",
@@ -45,7 +45,6 @@ __all__ = [
     "selective_scan_torch",
 ]
 
-_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Float32 state elements of one step of the torch path: few enough to stay in a core's cache.
 _BLOCK_ELEMENTS = 2**18
 _MAX_TILE_TOKENS = 16
@@ -93,7 +92,7 @@ def _check_shapes(
 ) -> None:
     x = inputs.x
     expect_tensor("x", x, None, (None, None, None))
-    expect(x.dtype in _DTYPES, "x.dtype", "float32, bfloat16 or float16", x.dtype)
+    expect_dtype("x", x, INPUT_DTYPES)
     num_tokens, num_heads, head_dim = x.shape
     expect_tensor("B", inputs.B, None, (num_tokens, num_heads, None))
     state_size = inputs.B.shape[2]

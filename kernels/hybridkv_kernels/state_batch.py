@@ -28,7 +28,13 @@ import torch
 from hybridkv_kernels._checks import expect, expect_one_device, expect_tensor
 from hybridkv_kernels.constants import NULL_BLOCK_ID, PAD_SLOT_ID
 
-__all__ = ["StateBatch", "check_state_batch"]
+__all__ = ["INPUT_DTYPES", "MATRIX_STATE_DTYPES", "MAX_MATRIX_DIM", "StateBatch", "check_state_batch"]
+
+# Of the tokens of every op.
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+# Of states that are matrices, with the longest side that kernels serve which keep a whole row of the state at hand.
+MATRIX_STATE_DTYPES = (torch.float32, torch.bfloat16)
+MAX_MATRIX_DIM = 256
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -67,6 +68,17 @@ def test_kernel_equals_reference(case: DeltaCase, is_long: bool, device: torch.d
     """Both kinds of walk equal the loop, past the end of a chunk of 16 tokens."""
     rows = (Row(18 if is_long else 3, 1, 2), Row(1, None, 3))
     compare(case.op("delta", is_long=is_long), "triton", rows, device, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("log_decay", [-1e3, -1e6, -math.inf])
+@pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])
+@pytest.mark.parametrize("path", ["torch", "triton"])
+def test_tokens_that_forget_all_leave_the_others_precise(
+    path: str, per_channel: bool, log_decay: float, device: torch.device
+) -> None:
+    """Some huge or infinite log decays among small ones cost those between them no precision, as differences would."""
+    case = DeltaCase(1, 2, per_channel=per_channel, seventh_log_decay=log_decay)
+    compare(case.op("delta", is_long=True), path, (Row(33, 1, 2),), device, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("per_channel", [False, True], ids=["per head", "per channel"])

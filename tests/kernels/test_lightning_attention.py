@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+import math
+
 import pytest
 import torch
 
 from hybridkv_kernels.lightning_attention import check_lightning_attention, prepare_lightning_attention
 from tests.matrix_state_ops import CHUNK_ROWS, LightningCase, compare
 from tests.state_rows import Row, make_batch, make_state
+
+
+class InfiniteCase(LightningCase):
+    def slope(self, device: torch.device) -> torch.Tensor:
+        slope = super().slope(device)
+        slope[1] = math.inf
+        return slope
+
 
 CASES = {
     "dims differ": LightningCase(),
@@ -45,6 +55,14 @@ def test_kernel_equals_reference(case: LightningCase, is_long: bool, device: tor
     """Both kinds of walk equal the loop, past the end of a chunk of 32 tokens."""
     rows = (Row(34 if is_long else 3, 1, 2), Row(1, None, 3))
     compare(case.op("lightning", is_long=is_long), "triton", rows, device, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("is_long", [False, True], ids=["tokens", "chunks"])
+def test_head_that_forgets_all_is_served(path: str, is_long: bool, device: torch.device) -> None:
+    """A head with an infinite slope keeps nothing but each token's own part, instead of NaN."""
+    op = InfiniteCase().op("lightning", is_long=is_long)
+    compare(op, path, (Row(6, 1, 2),), device, rtol=1e-4, atol=2e-5)
 
 
 @pytest.mark.parametrize("path", ["torch", "triton"])

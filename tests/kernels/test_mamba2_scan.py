@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 
 import pytest
@@ -17,6 +18,14 @@ from hybridkv_kernels.mamba2_scan import (
 )
 from tests.matrix_state_ops import CHUNK_ROWS, Mamba2Case, compare
 from tests.state_rows import Row, make_batch, make_state
+
+
+class InfiniteCase(Mamba2Case):
+    def params(self, device: torch.device) -> Mamba2Params:
+        params = super().params(device)
+        params.A[1] = -math.inf
+        return params
+
 
 PATHS = [mamba2_scan_reference, mamba2_scan_torch, mamba2_scan]
 CASES = {
@@ -57,6 +66,22 @@ def test_kernel_equals_reference(case: Mamba2Case, is_long: bool, device: torch.
     """Both kinds of walk equal the loop, past the end of a chunk of 32 tokens."""
     rows = (Row(34 if is_long else 3, 1, 2), Row(1, None, 3))
     compare(case.op("mamba2", is_long=is_long), "triton", rows, device, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("long_step", [1e3, 1e6])
+def test_steps_that_forget_all_leave_the_others_precise(path: str, long_step: float, device: torch.device) -> None:
+    """Some steps with huge log decays among small ones cost those between them no precision, as differences would."""
+    op = Mamba2Case(dt_limit=None, long_step=long_step).op("mamba2", is_long=True)
+    compare(op, path, (Row(33, 1, 2),), device, rtol=1e-4, atol=2e-5)
+
+
+@pytest.mark.parametrize("path", ["torch", "triton"])
+@pytest.mark.parametrize("is_long", [False, True], ids=["tokens", "chunks"])
+def test_head_that_forgets_all_is_served(path: str, is_long: bool, device: torch.device) -> None:
+    """A head with A of -inf keeps nothing but each token's own part, instead of NaN."""
+    op = InfiniteCase().op("mamba2", is_long=is_long)
+    compare(op, path, (Row(6, 1, 2),), device, rtol=1e-4, atol=2e-5)
 
 
 def test_kernel_cuts_wide_heads_into_blocks(device: torch.device) -> None:

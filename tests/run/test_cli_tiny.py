@@ -64,6 +64,9 @@ def test_the_list_has_every_family(cli: Run, tmp_path: Path) -> None:
         (("gpt5", "OUT"), "family: got 'gpt5', expected one of bamba, cohere2, "),
         (("bamba", "FULL"), "exists and is not an empty folder; give a new one"),
         (("bamba", "FILE"), "exists and is not an empty folder; give a new one"),
+        (("bamba", "FILE/x"), "FILE/x' cannot be made (Not a directory); give another"),
+        (("bamba", "/proc/nope/x"), "output: '/proc/nope/x' cannot be made (No such file or directory); give another"),
+        (("bamba", "OUT" + 300 * "x"), "cannot be made (File name too long); give another"),
         (("bamba", "OUT", "--seed", -1), "--seed"),
         (("bamba",), "Missing argument 'OUT'"),
         ((), "Missing argument 'FAMILY'"),
@@ -75,7 +78,7 @@ def test_bad_usage_is_one_line(cli: Run, tmp_path: Path, arguments: tuple[object
     (tmp_path / "FULL" / "kept").touch()
     (tmp_path / "FILE").touch()
     paths = ("OUT", "FULL", "FILE")
-    code, out, err = cli("tiny", *(tmp_path / a if a in paths else a for a in arguments))
+    code, out, err = cli("tiny", *(tmp_path / a if str(a).startswith(paths) else a for a in arguments))
     assert (code, out, err.count("\n")) == (2, "", 1)
     assert message in err
     assert [path.name for path in (tmp_path / "FULL").iterdir()] == ["kept"]

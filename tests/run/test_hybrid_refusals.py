@@ -5,8 +5,15 @@ import torch
 
 from hybridkv import UnsupportedModel
 from hybridkv.hf_config import model_spec_from_config
+from hybridkv.runner.caches import StateCache
+from hybridkv.runner.mamba_hybrid import _check_states
+from hybridkv.runner.mixers import LIGHTNING
+from hybridkv.runner.recurrence import LayerRecurrence
 from hybridkv.runner.tiny import tiny_model
 from hybridkv.runner.tiny_configs import TINY_CONFIGS
+from hybridkv.specs import State
+from hybridkv_kernels.causal_conv1d import MAX_KERNEL
+from hybridkv_kernels.state_batch import MAX_MATRIX_DIM
 from tests.run.live_engines import FLOAT32, generate, make_engine, make_prompts
 
 KINDS = ("bamba", "jamba", "qwen3_next", "kimi_linear", "lfm2", "recurrent_gemma", "minimax", "mamba2")
@@ -18,6 +25,19 @@ def hf_logits(model):
     model.set_attn_implementation("eager")
     with torch.inference_mode():
         return model(torch.tensor(PROMPTS[:1]), use_cache=False).logits
+
+
+def spec_and_model(family, **fields):
+    """A tiny model with other fields in its config, and what it keeps."""
+    spec = model_spec_from_config(TINY_CONFIGS[family] | fields, name="other", options=FLOAT32)
+    return spec, tiny_model(family, fields=fields)
+
+
+class Skipped(torch.nn.Module):
+    """A mixer that adds nothing."""
+
+    def forward(self, hidden_states, **_kwargs):
+        return torch.zeros_like(hidden_states)
 
 
 def own_forwards(model):
@@ -58,8 +78,96 @@ def test_a_state_that_nobody_computes_is_refused(family):
     layer = model.model.layers[1]
     skipped = (lambda x, *_, **__: (x, None)) if family == "bamba" else (lambda x, *_, **__: x)
     layer.forward = skipped
-    with pytest.raises(UnsupportedModel, match=r"layers \[1\]"):
+    with pytest.raises(UnsupportedModel, match=r"layers \[1\]: did not advance their states \(conv, (ssm|recurrent)\)"):
         generate(engine, PROMPTS, 2)
+
+
+def test_a_state_that_nobody_computes_is_refused_beside_attention():
+    """A layer that attends, but leaves out its recurrence, is named too."""
+    model = tiny_model("falcon_h1")
+    engine = make_engine("falcon_h1", model)
+    model.model.layers[1].mamba = Skipped()
+    with pytest.raises(UnsupportedModel, match=r"layers \[1\]: did not advance their states \(conv, ssm\)"):
+        generate(engine, PROMPTS, 2)
+
+
+def test_one_of_two_states_that_nobody_computes_is_refused(monkeypatch):
+    """A layer that convolves, but leaves out its scan, is named with the state it left alone."""
+    monkeypatch.setattr(LayerRecurrence, "mamba2_scan", lambda _self, x, *_args, **_kwargs: x)
+    with pytest.raises(UnsupportedModel, match=r"layers \[0, 1, .*: did not advance their states \(ssm\)"):
+        generate(make_engine("bamba"), PROMPTS, 2)
+
+
+@pytest.mark.parametrize("family", ["bamba", "recurrent_gemma"])
+def test_a_mixer_that_runs_twice_is_refused(family):
+    """A recurrent module that a forward calls twice is named, instead of advancing its state twice."""
+    model = tiny_model(family)
+    layer = model.model.layers[1]
+    own = layer.forward
+    layer.forward = lambda *args, **kwargs: (own(*args, **kwargs), own(*args, **kwargs))[1]
+    with pytest.raises(UnsupportedModel, match="layer 1: its recurrent module was called twice in one forward pass"):
+        generate(make_engine(family, model), PROMPTS, 2)
+
+
+@pytest.mark.parametrize(("family", "field"), [("lfm2", "conv_L_cache"), ("bamba", "mamba_d_conv")])
+def test_a_convolution_that_is_too_long_is_refused(family, field):
+    """A kernel longer than the op takes is refused with its layer before anything runs; the longest one runs."""
+    spec, model = spec_and_model(family, **{field: MAX_KERNEL + 1})
+    with pytest.raises(UnsupportedModel, match=r"layer 0 \(\w+\): convolves over 9 tokens, only kernels of 2 to 8"):
+        make_engine(family, model, spec=spec)
+    spec, model = spec_and_model(family, **{field: MAX_KERNEL})
+    assert generate(make_engine(family, model, spec=spec), PROMPTS, 2)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "says"),
+    [
+        ("bamba", {"state_dtype": "float16"}, "'ssm': got float16, expected one of float32, bfloat16; .*state_dtype"),
+        ("lfm2", {"conv_dtype": "float8_e4m3fn"}, "'conv': got float8_e4m3fn, expected .*float16; .*conv_dtype"),
+        ("recurrent_gemma", {"state_dtype": "bfloat16"}, "'recurrent': got bfloat16, expected one of float32; "),
+        ("bamba", {"tp_size": 2}, r"'conv': got \[88, 4\] in its spec, expected \[176, 4\] or \[176, 5\]; make the"),
+    ],
+)
+def test_a_state_that_its_op_does_not_take_is_refused(family, options, says):
+    """A state of a dtype or a width that cannot be run is named with its layer before anything runs."""
+    spec = model_spec_from_config(TINY_CONFIGS[family], name="other", options=FLOAT32.model_copy(update=options))
+    with pytest.raises(UnsupportedModel, match=rf"layer 0 \(\w+\): state {says}"):
+        make_engine(family, spec=spec)
+
+
+@pytest.mark.parametrize(
+    ("family", "options", "fields"), [("minimax", {"tp_size": 2}, {}), ("falcon_mamba", {}, {"state_size": 4})]
+)
+def test_a_state_that_does_not_fit_its_module_is_refused(family, options, fields):
+    """What shows only in the step is named with its layer, its state and both shapes."""
+    config = TINY_CONFIGS[family] | fields
+    spec = model_spec_from_config(config, name="other", options=FLOAT32.model_copy(update=options))
+    engine = make_engine(family, spec=spec)
+    says = r"layer 0: state '\w+' does not fit what .*: expected \[.*\], got \[.*\]; make the spec"
+    with pytest.raises(UnsupportedModel, match=says):
+        generate(engine, PROMPTS, 2)
+
+
+def test_a_state_of_another_kind_is_refused():
+    """A layer whose spec describes another kind of state than its module keeps is named with both."""
+    spec = model_spec_from_config(TINY_CONFIGS["lfm2"], name="other", options=FLOAT32)
+    other = spec.layers[0].caches[0].model_copy(update={"lifecycle": State(family="mamba1")})
+    layers = (spec.layers[0].model_copy(update={"caches": (other,)}), *spec.layers[1:])
+    says = r"layer 0 \(Lfm2ShortConv\): keeps states conv of kind short_conv, its spec says conv of kind mamba1"
+    with pytest.raises(UnsupportedModel, match=says):
+        make_engine("lfm2", spec=spec.with_layers(layers))
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_matrices_too_large_for_the_kernels_are_refused_on_a_gpu(device):
+    """A state that the kernels of a GPU do not serve is named with its layer; a CPU runs it."""
+    view = torch.empty(2, 4, MAX_MATRIX_DIM + 1, 8, device=device)
+    arguments = (3, torch.nn.Module(), LIGHTNING, StateCache("lightning", 0, 0, {"recurrent": view}))
+    if device == "cpu":
+        _check_states(*arguments)
+        return
+    with pytest.raises(UnsupportedModel, match=r"layer 3 .*'recurrent': got matrices \[257, 8\], on a GPU .* 256"):
+        _check_states(*arguments)
 
 
 @pytest.mark.parametrize("family", KINDS)

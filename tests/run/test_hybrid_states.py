@@ -52,6 +52,35 @@ def test_free_memory_is_never_read(family):
     assert null_blocks_are_zero(engine)
 
 
+def checked_batches(engine, step):
+    """The rows that advance each state, checked."""
+    batches = []
+    for layer, cache in engine.model._caches.states.items():
+        for name in cache.views:
+            state, batch = step.state(layer, name)
+            check_state_batch(batch, len(state), len(step.generated))
+            batches.append(batch)
+    return batches
+
+
+@pytest.mark.parametrize("family", STATE_KINDS)
+def test_every_step_keeps_the_contract_of_the_ops(family, monkeypatch):
+    """Prefill chunks, decodes and both together describe their rows as the ops require."""
+    engine = make_engine(family, preempt_every=4)
+    begin, lengths = engine.model.begin, set()
+
+    def begin_checked(*args):
+        step = begin(*args)
+        for batch in checked_batches(engine, step):
+            lengths.update(batch.query_start_loc.diff().tolist())
+        return step
+
+    monkeypatch.setattr(engine.model, "begin", begin_checked)
+    generate(engine, make_prompts(LENGTHS), 3)
+    assert 1 in lengths
+    assert max(lengths) > 8
+
+
 @pytest.mark.parametrize("family", STATE_KINDS)
 def test_padded_rows_touch_nothing(family):
     """Rows and tokens of padding, with every real row in use, change no logit and no byte that a sequence holds."""
@@ -64,9 +93,7 @@ def test_padded_rows_touch_nothing(family):
         assert (engine.manager.reserve(rows, [1] * len(rows)).verdicts == Verdict.OK).all()
         engine.tables.commit()
         ids, geometry, step = begin_decode(engine, num_padded)
-        for layer, cache in engine.model._caches.states.items():
-            _, batch = step.state_batch(layer)
-            check_state_batch(batch, len(next(iter(cache.views.values()))), len(ids))
+        for batch in checked_batches(engine, step):
             assert batch.write_slots[len(rows) :].tolist() == [PAD_SLOT_ID] * num_padded
         logits.append(engine.model.forward(ids, geometry, step, range(len(rows))))
         memories.append(engine.arena._bytes.view(torch.float32))
@@ -130,7 +157,7 @@ def test_every_layer_reads_its_own_part_of_a_split_state(family):
     rows = [sequence.row for sequence in engine.scheduler.running]
     table = engine.tables.block_table_cpu(group.group.group_id)
     for layer, part in part_of.items():
-        _, batch = step.state_batch(layer)
+        _, batch = step.state(layer, "recurrent" if family in ("kimi_linear", "minimax") else "ssm")
         assert batch.read_slots.tolist() == batch.write_slots.tolist() == table[rows, part].tolist()
     used = table[rows, : group.num_parts].ravel().tolist()
     assert len(set(used)) == len(rows) * group.num_parts
