@@ -22,14 +22,17 @@ from pathlib import Path
 
 import torch
 import triton
+from copy_launches import copy_launches
 from matrix_state_launches import matrix_state_launches
+from page_index_launches import page_index_launches
 from recurrent_launches import recurrent_launches
 from triton.backends.compiler import GPUTarget
 
 from hybridkv_kernels._triton import Launch, is_interpreted
-from hybridkv_kernels.kv_write import prepare_write_kv
+from hybridkv_kernels.group_meta import NUM_META_COLUMNS
 from hybridkv_kernels.paged_attention import AttentionParams, PagedBatch, prepare_paged_attention
-from hybridkv_kernels.slot_mapping import prepare_slot_mapping
+from hybridkv_kernels.step_layout import NUM_INDEX_COLUMNS
+from hybridkv_kernels.step_tables import StepOutputs, prepare_step
 
 DOCS = Path(__file__).resolve().parents[1] / "docs" / "kernels.md"
 TABLE_BEGIN, TABLE_END = "<!-- compile table: begin -->", "<!-- compile table: end -->"
@@ -84,25 +87,29 @@ class _StubDriver:
         return device
 
 
-def _slot_mapping_case() -> Launch:
-    num_groups, num_tokens = 8, 8192
-    return prepare_slot_mapping(
-        torch.empty(1 << 20, dtype=torch.int32),
-        torch.empty(num_groups, 6, dtype=torch.int64),
-        torch.empty(num_tokens, dtype=torch.int32),
-        torch.empty(num_tokens, dtype=torch.int64),
-        out=torch.empty(num_groups, num_tokens, dtype=torch.int64),
+def _step_case(num_tokens: int, max_columns: int, with_extra: bool) -> Launch:
+    num_groups, num_rows, num_words, num_index = 8, 256, 1 << 20, 1 << 16
+    i32, i64 = torch.int32, torch.int64
+    outputs = StepOutputs(
+        rows=torch.empty(num_rows, dtype=i32),
+        query_start_loc=torch.empty(num_rows + 1, dtype=i32),
+        seq_lens=torch.empty(num_rows, dtype=i32),
+        zero_start=torch.empty(num_rows, dtype=torch.bool),
+        token_rows=torch.empty(num_tokens, dtype=i32),
+        positions=torch.empty(num_tokens, dtype=i64),
+        slots=torch.empty(num_groups, num_tokens, dtype=i64),
+        state_slots=torch.empty(4, num_rows, dtype=i64),
+        index=torch.empty(num_index, dtype=i32),
     )
-
-
-def _write_kv_case(key_dim: int, value_dim: int) -> Launch:
-    num_tokens, num_heads, num_blocks, block_size, dtype = 256, 8, 64, 16, torch.bfloat16
-    return prepare_write_kv(
-        torch.empty(num_tokens, num_heads, key_dim, dtype=dtype),
-        torch.empty(num_tokens, num_heads, value_dim, dtype=dtype),
-        torch.empty(num_blocks, block_size, num_heads, key_dim, dtype=dtype),
-        torch.empty(num_blocks, block_size, num_heads, value_dim, dtype=dtype),
-        torch.empty(num_tokens, dtype=torch.int64),
+    return prepare_step(
+        torch.empty(num_words, dtype=i32),
+        torch.empty(num_groups, NUM_META_COLUMNS, dtype=i64),
+        torch.empty(num_groups, NUM_INDEX_COLUMNS, dtype=i64),
+        torch.empty(1 << 16, dtype=i32),
+        torch.empty(num_rows, dtype=i32) if with_extra else None,
+        out=outputs,
+        num_rows=num_rows,
+        max_columns=max_columns,
     )
 
 
@@ -177,12 +184,15 @@ SPLIT_VARIANTS = {
 
 def cases() -> tuple[Case, ...]:
     """Return the variants of the table: dtypes, head sizes, decode, prefill, every optional feature once."""
-    found = [Case("slot_mapping", _slot_mapping_case())]
-    found += [Case(f"write_kv bf16 {dim}", _write_kv_case(dim, dim)) for dim in (64, 128, 256)]
-    found.append(Case("write_kv bf16 192/128", _write_kv_case(192, 128)))
+    found = [
+        Case("step 256 tokens", _step_case(256, 640, with_extra=False)),
+        Case("step 8192 tokens, lengths on the device", _step_case(8192, 8192, with_extra=True)),
+    ]
+    found += [Case(name, launch) for name, launch in copy_launches().items()]
     for name, variant in (ATTENTION_VARIANTS | SPLIT_VARIANTS).items():
         found += [Case(f"{launch.name} {name}", launch) for launch in variant.prepare()]
     found += [Case(name, launch) for name, launch in (recurrent_launches() | matrix_state_launches()).items()]
+    found += [Case(name, launch) for name, launch in page_index_launches().items()]
     return tuple(found)
 
 

@@ -1,22 +1,15 @@
 """Rows of one KV cache group: which block holds which ordinal of which sequence.
 
-A row is a ring of `width` columns. Ordinal j lives in column `j % width`; the live ordinals of a row are
-`[first_block_per_row, num_blocks_per_row)`, at most `width` of them, and every other column reads null:
-
-    width 4, ordinals 3..6 live      column   0   1   2   3
-                                     ordinal  4   5   6   3
-
-A full-attention row is the same with a width that never wraps. One int32 array holds everything a device needs:
-
-    words = | entries [num_rows, stride] | first_block_per_row [num_rows] | num_blocks_per_row [num_rows] |
-
-The host array is the authority. Every operation records the words it changed; `take_dirty` hands them over.
+A `BlockTable` shows one group of a `TableArrays`, which says how rows lie in memory and records what changed.
 """
+
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridkv.plan import SlotMappingMode, row_stride
+from hybridkv.plan import SlotMappingMode
+from hybridkv.table_arrays import TableArrays, TableShape
 from hybridkv.units import INT32_MAX
 from hybridkv_kernels.constants import NULL_BLOCK_ID
 
@@ -26,27 +19,73 @@ class BlockTable:
 
     Shapes:
         entries              [num_rows, stride] int32, a view; columns from `width` on are padding and read null
-        first_block_per_row  [num_rows] int32, the first live ordinal
-        num_blocks_per_row   [num_rows] int32, the ordinal after the last live one: the next to append
+        first_block_per_row  [num_rows] int32, a view, the first live ordinal
+        num_blocks_per_row   [num_rows] int32, a view, the ordinal after the last live one: the next to append
     Units: `block_size` in tokens; 1 for a group of states, whose entries are the state blocks themselves.
     """
+
+    arrays: TableArrays
+    group: int
+    entries: NDArray[np.int32]
+    first_block_per_row: NDArray[np.int32]
+    num_blocks_per_row: NDArray[np.int32]
 
     def __init__(
         self, num_rows: int, width: int, block_size: int, mode: SlotMappingMode = SlotMappingMode.FULL
     ) -> None:
-        for name, value in (("num_rows", num_rows), ("width", width), ("block_size", block_size)):
-            if not 1 <= value <= INT32_MAX:
-                raise ValueError(f"{name}: got {value}, expected 1..{INT32_MAX}")
-        self.num_rows, self.width, self.block_size, self.mode = num_rows, width, block_size, mode
-        self.stride = row_stride(width, block_size, mode)
-        self.words = np.zeros(num_rows * (self.stride + 2), dtype=np.int32)
-        self.first_offset = num_rows * self.stride
-        self.count_offset = self.first_offset + num_rows
-        self.entries = self.words[: self.first_offset].reshape(num_rows, self.stride)
-        self.first_block_per_row = self.words[self.first_offset : self.count_offset]
-        self.num_blocks_per_row = self.words[self.count_offset :]
-        self._dirty: list[NDArray[np.int64]] = []
-        self._num_dirty = 0
+        self._show(TableArrays(num_rows, [TableShape(width, block_size, mode)]), 0)
+
+    @classmethod
+    def of_groups(cls, num_rows: int, shapes: Sequence[TableShape]) -> list["BlockTable"]:
+        """Return the empty tables of several groups, which share one `TableArrays`.
+
+        Raises: ValueError without a group or a row.
+        """
+        arrays = TableArrays(num_rows, shapes)
+        tables = []
+        for group in range(arrays.num_groups):
+            table = cls.__new__(cls)
+            table._show(arrays, group)
+            tables.append(table)
+        return tables
+
+    def _show(self, arrays: TableArrays, group: int) -> None:
+        """Become the table of one group of `arrays`."""
+        self.arrays, self.group, self.shape = arrays, group, arrays.shapes[group]
+        begin = int(arrays.offsets[group])
+        entries = arrays.words[begin : begin + arrays.num_rows * self.stride]
+        self.entries = entries.reshape(arrays.num_rows, self.stride)
+        self.first_block_per_row, self.num_blocks_per_row = arrays.first[group], arrays.count[group]
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return self.arrays.num_rows
+
+    @property
+    def width(self) -> int:
+        """Columns of a row that hold blocks."""
+        return self.shape.width
+
+    @property
+    def stride(self) -> int:
+        """Words between two rows: the width, padded."""
+        return self.shape.stride
+
+    @property
+    def block_size(self) -> int:
+        """Tokens a block; of one rank, with context parallelism."""
+        return self.shape.block_size
+
+    @property
+    def mode(self) -> SlotMappingMode:
+        """How tokens map to slots."""
+        return self.shape.mode
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of entries and live ranges."""
+        return self.entries.nbytes + self.first_block_per_row.nbytes + self.num_blocks_per_row.nbytes
 
     # Operations on one row
 
@@ -57,7 +96,7 @@ class BlockTable:
             wide; the table is unchanged then.
         """
         ids = self.check_ids(block_ids)
-        self.append_rows(np.array([self._check_row(row)]), np.array([len(ids)]), ids)
+        self.append_rows(self._one(row), np.array([len(ids)]), ids)
 
     def add_row(self, row: int, block_ids: ArrayLike, first_block: int = 0) -> None:
         """Replace a row's content: `block_ids` become ordinals `first_block, first_block + 1, ...`.
@@ -65,46 +104,33 @@ class BlockTable:
         Raises: as `append_row`; the table is unchanged then.
         """
         ids = self.check_ids(block_ids)
-        self.check_fill(row, len(ids))
+        pair = self._pair(row)
         if not 0 <= first_block <= INT32_MAX - len(ids):
             raise ValueError(f"first_block: got {first_block}, expected 0..{INT32_MAX - len(ids)}")
-        self.clear_row(row)
-        self._set_live(row, first_block, ids)
+        first, counts = np.array([first_block]), np.array([len(ids)])
+        self.arrays.check_fit(pair, first, first + counts)
+        self.arrays.clear(pair)
+        self.arrays.set_rows(pair, first, counts, ids)
 
     def clear_row(self, row: int) -> NDArray[np.int32]:
         """Empty a row; return the ids it held, first ordinal first."""
-        return self.clear_rows(np.array([self._check_row(row)]))
+        return self.clear_rows(self._one(row))
 
     def drop_row_head(self, row: int, first_block: int) -> NDArray[np.int32]:
         """Forget the ordinals below `first_block`; return their ids."""
-        return self.drop_rows_head(np.array([self._check_row(row)]), np.array([first_block]))
+        return self.drop_rows_head(self._one(row), np.array([first_block]))
 
     def move_row(self, source: int, target: int) -> None:
         """Move a row's content; the target's old content is forgotten and the source reads null afterwards."""
-        source, target = self._check_row(source), self._check_row(target)
-        if source == target:
-            return
-        first, ids = int(self.first_block_per_row[source]), self.row_block_ids(source)
-        self.clear_rows(np.array([source, target]))
-        self._set_live(target, first, ids)
+        self.arrays.move(self._pair(source), self._pair(target))
 
     def swap_row(self, row_a: int, row_b: int) -> None:
         """Exchange the contents of two rows."""
-        row_a, row_b = self._check_row(row_a), self._check_row(row_b)
-        if row_a == row_b:
-            return
-        first_a, ids_a = int(self.first_block_per_row[row_a]), self.row_block_ids(row_a)
-        first_b, ids_b = int(self.first_block_per_row[row_b]), self.row_block_ids(row_b)
-        self.clear_rows(np.array([row_a, row_b]))
-        self._set_live(row_a, first_b, ids_b)
-        self._set_live(row_b, first_a, ids_a)
+        self.arrays.swap(self._pair(row_a), self._pair(row_b))
 
     def row_block_ids(self, row: int) -> NDArray[np.int32]:
         """Return a copy of a row's live block ids, first ordinal first."""
-        row = self._check_row(row)
-        ordinals = np.arange(self.first_block_per_row[row], self.num_blocks_per_row[row])
-        ids: NDArray[np.int32] = self.entries[row, ordinals % self.width]
-        return ids
+        return self.arrays.live_ids(self._pair(row))
 
     # Operations on many rows at once
 
@@ -116,24 +142,14 @@ class BlockTable:
         """
         if len(block_ids) != counts.sum():
             raise ValueError(f"block_ids: got {len(block_ids)} ids, expected {counts.sum()}, the sum of counts")
-        self._check_width(rows, self.num_blocks_per_row[rows] - self.first_block_per_row[rows] + counts)
-        if len(block_ids) == 0:
-            return
-        flat = self._flat_columns(rows, self.num_blocks_per_row[rows].astype(np.int64), counts)
-        self.words[flat] = block_ids
-        self.num_blocks_per_row[rows] += counts.astype(np.int32)
-        self.mark_dirty(flat)
-        self.mark_dirty(self.count_offset + rows[counts > 0])
+        some = counts > 0  # also makes copies: what changed is remembered beyond the call
+        self.arrays.append(self.arrays.pairs(self.group, rows[some]), counts[some], block_ids)
 
     def drop_rows_head(self, rows: NDArray[np.int64], first_blocks: NDArray[np.int64]) -> NDArray[np.int32]:
         """Forget in each row the ordinals below `first_blocks[i]`; return the ids, row by row.
 
         Raises: ValueError if a row has not so many ordinals; the table is unchanged then.
         """
-        first = self.first_block_per_row[rows].astype(np.int64)
-        counts = np.maximum(first_blocks - first, 0)
-        if not counts.any():
-            return np.empty(0, dtype=np.int32)
         beyond = np.flatnonzero(first_blocks > self.num_blocks_per_row[rows])
         if beyond.size:
             row = rows[beyond[0]]
@@ -141,32 +157,11 @@ class BlockTable:
                 f"first_block: got {first_blocks[beyond[0]]} for row {row}, which has "
                 f"{self.num_blocks_per_row[row]} ordinals"
             )
-        changed = counts > 0
-        flat = self._flat_columns(rows, first, counts)
-        ids = self.words[flat]
-        self.words[flat] = NULL_BLOCK_ID
-        self.first_block_per_row[rows[changed]] = first_blocks[changed]
-        self.mark_dirty(flat)
-        self.mark_dirty(self.first_offset + rows[changed])
-        return ids
+        return self.arrays.drop_head(self.arrays.pairs(self.group, rows), first_blocks)
 
     def clear_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
         """Empty rows; return the ids they held, row by row, first ordinal first."""
-        first = self.first_block_per_row[rows].astype(np.int64)
-        flat = self._flat_columns(rows, first, self.num_blocks_per_row[rows] - first)
-        ids = self.words[flat]
-        self.words[flat] = NULL_BLOCK_ID
-        self.first_block_per_row[rows] = 0
-        self.num_blocks_per_row[rows] = 0
-        for changed in (flat, self.first_offset + rows, self.count_offset + rows):
-            self.mark_dirty(changed)
-        return ids
-
-    def take_dirty(self) -> NDArray[np.int64]:
-        """Return the distinct indices into `words` that changed since the last call, ascending; forget them."""
-        dirty = np.unique(np.concatenate(self._dirty)) if self._dirty else np.empty(0, dtype=np.int64)
-        self._dirty, self._num_dirty = [], 0
-        return dirty
+        return self.arrays.clear(self.arrays.pairs(self.group, rows))
 
     def live_mask(self) -> NDArray[np.bool_]:
         """Return `[num_rows, stride]`: whether a column holds a live ordinal."""
@@ -176,51 +171,13 @@ class BlockTable:
         live: NDArray[np.bool_] = (distance < self.num_blocks_per_row[:, None] - first) & (columns < self.width)
         return live
 
-    def _set_live(self, row: int, first_block: int, ids: NDArray[np.int32]) -> None:
-        rows = np.array([row])
-        self.first_block_per_row[row] = self.num_blocks_per_row[row] = first_block
-        self.mark_dirty(self.first_offset + rows)
-        self.mark_dirty(self.count_offset + rows)
-        self.append_rows(rows, np.array([len(ids)]), ids)
-
-    def _flat_columns(
-        self, rows: NDArray[np.int64], starts: NDArray[np.int64], counts: NDArray[np.int64]
-    ) -> NDArray[np.int64]:
-        """Return the indices into `words` of ordinals `[starts[i], starts[i] + counts[i])` of each row."""
-        ends = np.cumsum(counts)
-        ordinals = np.repeat(starts - ends + counts, counts) + np.arange(ends[-1] if len(ends) else 0)
-        flat: NDArray[np.int64] = np.repeat(rows.astype(np.int64) * self.stride, counts) + ordinals % self.width
-        return flat
-
-    def mark_dirty(self, flat: NDArray[np.int64]) -> None:
-        """Record that the words at these indices changed."""
-        if len(flat) == 0:
-            return
-        self._dirty.append(flat)
-        self._num_dirty += len(flat)
-        if self._num_dirty > 2 * len(self.words):
-            self._dirty = [np.unique(np.concatenate(self._dirty))]
-            self._num_dirty = len(self._dirty[0])
-
-    def _check_row(self, row: int) -> int:
-        if not 0 <= row < self.num_rows:
-            raise ValueError(f"row: got {row}, expected 0..{self.num_rows - 1}")
-        return row
-
-    def check_append(self, row: int, count: int) -> None:
-        """Raise ValueError if a row cannot take `count` more blocks."""
-        rows = np.array([self._check_row(row)])
-        self._check_width(rows, self.num_blocks_per_row[rows] - self.first_block_per_row[rows] + count)
+    # Checks
 
     def check_drop(self, row: int, first_block: int) -> None:
         """Raise ValueError if a row has no ordinal `first_block` and none before it to drop."""
-        count = self.num_blocks_per_row[self._check_row(row)]
+        count = self.num_blocks_per_row[self._one(row)[0]]
         if not 0 <= first_block <= count:
             raise ValueError(f"first_block: got {first_block} for row {row}, which has {count} ordinals")
-
-    def check_fill(self, row: int, count: int) -> None:
-        """Raise ValueError if a row cannot hold `count` blocks."""
-        self._check_width(np.array([self._check_row(row)]), np.array([count]))
 
     def check_ids(self, block_ids: ArrayLike) -> NDArray[np.int32]:
         """Return block ids as int32; raise ValueError unless they are a flat list of ids of at least 1."""
@@ -233,12 +190,38 @@ class BlockTable:
             raise ValueError(
                 f"block_ids: got ids {ids.min()}..{ids.max()}, expected 1..{INT32_MAX}; 0 is the null block"
             )
-        return ids.astype(np.int32)
+        return ids.astype(np.int32, copy=False)
 
-    def _check_width(self, rows: NDArray[np.int64], num_live: NDArray[np.int64]) -> None:
-        too_wide = np.flatnonzero(num_live > self.width)
-        if too_wide.size:
-            raise ValueError(
-                f"row {rows[too_wide[0]]}: would hold {num_live[too_wide[0]]} blocks, it is {self.width} wide; "
-                "drop blocks from its head first or plan for longer sequences"
-            )
+    def _one(self, row: int) -> NDArray[np.int64]:
+        if not 0 <= row < self.num_rows:
+            raise ValueError(f"row: got {row}, expected 0..{self.num_rows - 1}")
+        return np.array([row])
+
+    def _pair(self, row: int) -> NDArray[np.int64]:
+        return self.arrays.pairs(self.group, self._one(row))
+
+
+def join_tables(tables: Sequence[BlockTable]) -> TableArrays:
+    """Return the `TableArrays` of all these tables, one a group in this order.
+
+    Tables that were not made together move into new arrays; they keep their content and stay usable.
+
+    Raises: ValueError without a table or for tables of unequal rows.
+    """
+    if not tables or len({table.num_rows for table in tables}) != 1:
+        raise ValueError(f"tables: got {[t.num_rows for t in tables]} rows, expected at least one table, equal rows")
+    arrays = tables[0].arrays
+    if arrays.num_groups == len(tables) and all(t.arrays is arrays and t.group == g for g, t in enumerate(tables)):
+        return arrays
+    if len({id(table) for table in tables}) != len(tables) or any(table.arrays.num_groups != 1 for table in tables):
+        raise ValueError(
+            "tables: got tables that share their rows with others, expected all of a plan's or single ones"
+        )
+    joined = TableArrays(arrays.num_rows, [table.shape for table in tables])
+    rows = np.arange(arrays.num_rows)
+    for group, table in enumerate(tables):
+        first, counts = table.first_block_per_row.astype(np.int64), table.num_blocks_per_row.astype(np.int64)
+        ids = table.arrays.live_ids(rows)
+        table._show(joined, group)
+        joined.set_rows(joined.pairs(group, rows), first, counts - first, ids)
+    return joined

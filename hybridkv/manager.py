@@ -23,6 +23,7 @@ from hybridkv.block_table import BlockTable
 from hybridkv.errors import InvalidRequest, InvariantError, NeverFits, OutOfRows
 from hybridkv.plan import CachePlan
 from hybridkv.retention import first_needed_token, frees_blocks
+from hybridkv.table_arrays import TableShape
 from hybridkv.units import RowId, format_bytes, int_array
 
 
@@ -62,8 +63,8 @@ class Reservation:
 
 def make_block_tables(plan: CachePlan) -> list[BlockTable]:
     """Return an empty block table for each group of a plan."""
-    rows = plan.limits.max_num_seqs
-    return [BlockTable(rows, group.table_width, group.block_size, group.mode) for group in plan.groups]
+    shapes = [TableShape(group.table_width, group.block_size, group.mode) for group in plan.groups]
+    return BlockTable.of_groups(plan.limits.max_num_seqs, shapes)
 
 
 class CacheManager:

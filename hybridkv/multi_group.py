@@ -1,13 +1,14 @@
-"""One block table per KV cache group, their device mirror, the slot mapping of a step.
+"""One block table per KV cache group, their device mirror, and what a forward pass asks of them.
 
     row operations  -> host tables (the authority), each recording what it changed
-    commit          -> every changed word travels to the device mirror in one copy, whatever the batch
-    map_slots       -> slots of every token in every group, one launch (GPU) or one vectorised pass (CPU)
+    step            -> one copy to the device, one launch: every change arrives, whatever the batch; positions, lengths,
+                       slots, states' slots and page indices of all groups leave, at fixed addresses
 
-The mirror is one int32 buffer: the `words` of all groups' tables, one after another.
+On a CPU the same happens in numpy. The mirror is one int32 buffer, laid out as the `words` of `TableArrays`.
 """
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -15,17 +16,103 @@ from numpy.typing import ArrayLike, NDArray
 # Before the kernels, which need torch too: this import's error says what to install.
 from hybridkv._torch import allocate_zeros, torch
 from hybridkv.batch import BatchGeometry
-from hybridkv.block_table import BlockTable
+from hybridkv.block_table import BlockTable, join_tables
 from hybridkv.limits import BatchLimits
 from hybridkv.manager import make_block_tables
-from hybridkv.plan import CachePlan, SlotMappingMode
+from hybridkv.page_index import CsrTable, IndexBuffer, LocalTable, PageIndexRequest, csr_table, local_table
+from hybridkv.plan import CachePlan
 from hybridkv.planner import DEFAULT_BLOCK_SIZE, plan_cache
+from hybridkv.row_operations import RowOperations
 from hybridkv.specs import ModelSpec
+from hybridkv.step_batch import StepBatch
+from hybridkv.step_path import NumpyPath, StepPath, TritonPath
+from hybridkv.table_arrays import TableArrays
 from hybridkv_kernels.constants import PAD_SLOT_ID
-from hybridkv_kernels.slot_mapping import compute_slot_mapping, compute_slot_mapping_numpy
+from hybridkv_kernels.step_layout import IndexMeta
+from hybridkv_kernels.step_numpy import last_page_lens, local_lens
+from hybridkv_kernels.step_tables import StepOutputs
+
+_MAX_KEPT_SIZES = 64
 
 
-class MultiGroupBlockTable:
+@dataclass(frozen=True)
+class ExtraTokens:
+    """Tokens in the cache that the device knows of before the host does, such as accepted draft tokens.
+
+    Shapes: `num_tokens` [num_rows] int32 on the device, from 0 to `most` for every row of the batch.
+    """
+
+    num_tokens: torch.Tensor
+    most: int
+
+
+@dataclass(frozen=True)
+class TableStep:
+    """What a forward pass reads of all groups' tables; valid until the next step, which writes the same buffers.
+
+    Shapes: `slot_mapping` [num_groups, T] int64, -1 for padding, for tokens without a live block or of another rank,
+        and for groups of states.
+    """
+
+    geometry: BatchGeometry
+    slot_mapping: torch.Tensor
+    _arrays: TableArrays
+    _outputs: StepOutputs
+    _metas: Sequence[IndexMeta]
+    _extra_tokens: torch.Tensor | None
+
+    def state_slots(self, group_id: int) -> torch.Tensor:
+        """Return the slots of a state group's blocks.
+
+        Shapes: [width, R] int64; row `part * (1 + spec) + k` is checkpoint k of a part; -1 for padding or no block
+        Raises: ValueError for a group that keeps tokens.
+        """
+        begin = self._meta(group_id, "state_row", "keeps states").state_row
+        end = next((m.state_row for m in self._metas[group_id + 1 :] if m.state_row >= 0), None)
+        return self._outputs.state_slots[begin:end]
+
+    def local_table(self, group_id: int) -> LocalTable:
+        """Return a group's blocks by batch position.
+
+        Raises: ValueError if the tables were not made to write it.
+        """
+        meta = self._meta(group_id, "table_at", "asked for a block table")
+        return local_table(self._outputs.index, meta, len(self.geometry.rows))
+
+    def csr(self, group_id: int) -> CsrTable:
+        """Return a group's blocks in compressed rows.
+
+        Raises: ValueError if the tables were not made to write it.
+        """
+        return csr_table(
+            self._outputs.index, self._meta(group_id, "indptr_at", "asked for CSR"), len(self.geometry.rows)
+        )
+
+    def csr_cpu(self, group_id: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
+        """Return `indptr` and `last_page_len` of `csr` on the host, for kernels that plan there.
+
+        They follow the host's tables: call it before the next row operation, and not where the device knows of more
+        tokens than the host.
+
+        Shapes: [R+1] int32, [R] int32
+        """
+        self._meta(group_id, "indptr_at", "asked for CSR")
+        batch, size, meta = self.geometry.batch, len(self.geometry.rows), self._arrays.group_metas[group_id]
+        num_tokens = np.zeros(size, dtype=np.int64)
+        first = self._arrays.first[group_id, batch.rows].astype(np.int64)
+        num_tokens[: batch.num_reqs] = local_lens(meta, batch.seq_lens, first)
+        indptr = np.zeros(size + 1, dtype=np.int32)
+        (-(-num_tokens // meta.block_size)).cumsum(out=indptr[1:])
+        return indptr, last_page_lens(meta, num_tokens).astype(np.int32)
+
+    def _meta(self, group_id: int, place: str, has: str) -> IndexMeta:
+        meta = self._metas[group_id]
+        if getattr(meta, place) < 0:
+            raise ValueError(f"group {group_id}: got a group that never {has}; name it in page_indices")
+        return meta
+
+
+class MultiGroupBlockTable(RowOperations):
     """The block tables of all groups of a model.
 
     Row operations take one list of block ids per group and are atomic: if one group refuses, none changes. The rows of
@@ -33,50 +120,54 @@ class MultiGroupBlockTable:
 
     Attributes:
         tables: one `BlockTable` per group, in group order.
-        num_words_committed: words the last `commit` copied.
+        words: [num_words] int32, the mirror on the device.
+        num_words_copied: int32 words that the last step moved to the device.
+        num_rounds: launches of the last step, one unless it changed more than the staging buffer holds.
     """
 
     def __init__(
-        self, tables: Sequence[BlockTable], max_num_batched_tokens: int, device: str | torch.device = "cpu"
+        self,
+        tables: Sequence[BlockTable],
+        max_num_batched_tokens: int,
+        device: str | torch.device = "cpu",
+        *,
+        page_indices: Mapping[int, PageIndexRequest] | None = None,
+        use_triton: bool | None = None,
+        copy_stream: torch.cuda.Stream | None = None,
     ) -> None:
-        if not tables or len({table.num_rows for table in tables}) != 1:
-            raise ValueError(
-                f"tables: got {[t.num_rows for t in tables]} rows, expected at least one table, equal rows"
-            )
-        self.tables = list(tables)
+        """Join the tables and allocate everything that a step writes.
+
+        Args:
+            max_num_batched_tokens: the most tokens of a step, padding included.
+            page_indices: by group, what each step writes besides slots and states.
+            use_triton: launch the kernel rather than compute in numpy; by default, on every device but a CPU.
+            copy_stream: for the copies, beside the stream of the forward passes; by default they share one.
+        """
+        super().__init__(tables, join_tables(tables))
         self.device = torch.device(device)
-        self.num_words_committed = 0
-        sizes = [len(table.words) for table in self.tables]
-        self._bases = np.concatenate([[0], np.cumsum(sizes)]).astype(np.int64)
-        self._mirror = allocate_zeros("block tables", (int(self._bases[-1]),), torch.int32, self.device)
-        self._mirror_cpu = self._mirror.numpy() if self.device.type == "cpu" else None
-        meta = np.array(
-            [
-                [
-                    base,
-                    table.stride,
-                    table.width,
-                    0 if table.mode is SlotMappingMode.NONE else table.block_size,
-                    base + table.first_offset,
-                    base + table.count_offset,
-                ]
-                for base, table in zip(self._bases[:-1].tolist(), self.tables, strict=True)
-            ],
-            dtype=np.int64,
-        )
-        self._meta_cpu = meta
-        self._meta = torch.from_numpy(meta).to(self.device)
-        self._slots = torch.full(
-            (len(self.tables), max_num_batched_tokens), PAD_SLOT_ID, dtype=torch.int64, device=self.device
-        )
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self._index = IndexBuffer(self.arrays, page_indices or {}, self.arrays.num_rows)
+        self.words = allocate_zeros("block tables", (len(self.arrays.words),), torch.int32, self.device)
+        self._buffers = self._allocate()
+        self._outputs: dict[tuple[int, int], StepOutputs] = {}
+        self._path: StepPath
+        if use_triton or (use_triton is None and self.device.type != "cpu"):
+            self._path = TritonPath(self.arrays, self.words, self._index, max_num_batched_tokens, copy_stream)
+        else:
+            self._path = NumpyPath(self.arrays, self.words, self._index)
 
     @classmethod
     def from_plan(
-        cls, plan: CachePlan, *, device: str | torch.device = "cpu", tables: Sequence[BlockTable] | None = None
+        cls,
+        plan: CachePlan,
+        *,
+        device: str | torch.device = "cpu",
+        tables: Sequence[BlockTable] | None = None,
+        page_indices: Mapping[int, PageIndexRequest] | None = None,
     ) -> "MultiGroupBlockTable":
         """Build the tables of a plan, or wrap the ones a `CacheManager` made for it."""
         tables = make_block_tables(plan) if tables is None else tables
-        return cls(tables, plan.limits.max_num_batched_tokens, device)
+        return cls(tables, plan.limits.max_num_batched_tokens, device, page_indices=page_indices)
 
     @classmethod
     def from_spec(
@@ -95,141 +186,145 @@ class MultiGroupBlockTable:
         return cls.from_plan(plan_cache(spec, memory_bytes, limits, block_size=block_size), device=device)
 
     @property
-    def num_groups(self) -> int:
-        """Number of KV cache groups."""
-        return len(self.tables)
-
-    def append_row(self, row: int, block_ids: Sequence[ArrayLike]) -> None:
-        """Append each group's blocks to a row.
-
-        Raises: ValueError as `BlockTable.append_row`, or for a wrong number of lists; no group changes then.
-        """
-        ids = self._check_lists(block_ids)
-        for table, group_ids in zip(self.tables, ids, strict=True):
-            table.check_append(row, len(group_ids))
-        for table, group_ids in zip(self.tables, ids, strict=True):
-            table.append_row(row, group_ids)
+    def num_words_copied(self) -> int:
+        """Int32 words that the last step moved to the device."""
+        return self._path.num_words_copied
 
     @property
-    def num_blocks_per_row(self) -> NDArray[np.int32]:
-        """Return `[num_groups, num_rows]`, a copy: the next ordinal to append to each row of each group."""
-        return np.stack([table.num_blocks_per_row for table in self.tables])
-
-    @property
-    def first_block_per_row(self) -> NDArray[np.int32]:
-        """Return `[num_groups, num_rows]`, a copy: the first live ordinal of each row of each group."""
-        return np.stack([table.first_block_per_row for table in self.tables])
-
-    def drop_row_head(self, row: int, first_blocks: Sequence[int]) -> list[NDArray[np.int32]]:
-        """Forget in each group the ordinals below `first_blocks[g]`; return the ids by group.
-
-        Raises: ValueError if a group's row has not so many ordinals; no group changes then.
-        """
-        if len(first_blocks) != self.num_groups:
-            raise ValueError(f"first_blocks: got {len(first_blocks)} ordinals, expected {self.num_groups}")
-        for table, first_block in zip(self.tables, first_blocks, strict=True):
-            table.check_drop(row, first_block)
-        return [table.drop_row_head(row, first) for table, first in zip(self.tables, first_blocks, strict=True)]
-
-    def add_row(self, row: int, block_ids: Sequence[ArrayLike], first_blocks: Sequence[int] | None = None) -> None:
-        """Replace a row in every group; group g's blocks become ordinals `first_blocks[g], ...` (0 by default).
-
-        Raises: ValueError as `BlockTable.add_row`, or for a wrong number of lists; no group changes then.
-        """
-        starts = [0] * self.num_groups if first_blocks is None else list(first_blocks)
-        if len(starts) != self.num_groups or min(starts) < 0:
-            raise ValueError(f"first_blocks: got {starts}, expected {self.num_groups} ordinals of at least 0")
-        ids = self._check_lists(block_ids)
-        for table, group_ids in zip(self.tables, ids, strict=True):
-            table.check_fill(row, len(group_ids))
-        for table, group_ids, first_block in zip(self.tables, ids, starts, strict=True):
-            table.add_row(row, group_ids, first_block)
-
-    def clear_row(self, row: int) -> list[NDArray[np.int32]]:
-        """Empty a row in every group; return per group the ids it held."""
-        return [table.clear_row(row) for table in self.tables]
-
-    def move_row(self, source: int, target: int) -> None:
-        """Move a row in every group; the source reads null afterwards."""
-        for table in self.tables:
-            table.move_row(source, target)
-
-    def swap_row(self, row_a: int, row_b: int) -> None:
-        """Exchange two rows in every group."""
-        for table in self.tables:
-            table.swap_row(row_a, row_b)
+    def num_rounds(self) -> int:
+        """Copies and launches of the last step: one unless it changed more than the staging buffer holds."""
+        return self._path.num_rounds
 
     def commit(self) -> None:
-        """Copy every changed word to the device mirror.
+        """Bring the device's tables up to date without a batch; `step` does it for itself.
 
-        All dirty words travel, those of rows outside the batch too; a steady decode step moves a few hundred bytes.
-
-        If the copy fails, what was to travel stays dirty.
-
-        Units: `num_words_committed` in int32 words.
+        If it fails, what was to travel stays dirty.
         """
-        dirty = [table.take_dirty() for table in self.tables]
-        try:
-            self._copy_words(dirty)
-        except BaseException:
-            for table, words in zip(self.tables, dirty, strict=True):
-                table.mark_dirty(words)
-            raise
+        nothing = self._outputs_of(0, 0)
+        self._path.stage(StepBatch.of([], [], []), nothing, None)
+        self._path.launch(nothing, None)
 
-    def _copy_words(self, dirty: list[NDArray[np.int64]]) -> None:
-        where = np.concatenate([words + base for base, words in zip(self._bases[:-1], dirty, strict=True)])
-        what = np.concatenate([table.words[words] for table, words in zip(self.tables, dirty, strict=True)])
-        self.num_words_committed = len(where)
-        if not len(where):
-            return
-        if self._mirror_cpu is not None:
-            self._mirror_cpu[where] = what
-            return
-        staged = (
-            torch.from_numpy(np.stack([where, what.astype(np.int64)])).pin_memory().to(self.device, non_blocking=True)
+    def step(
+        self,
+        rows: ArrayLike,
+        num_scheduled_tokens: ArrayLike,
+        num_computed_tokens: ArrayLike,
+        *,
+        num_reqs_padded: int = 0,
+        num_tokens_padded: int = 0,
+        extra: ExtraTokens | None = None,
+    ) -> TableStep:
+        """Bring the device's tables up to date and map a batch in which row `rows[i]` computes some tokens.
+
+        All changes travel, those of rows outside the batch too. Nothing is read back. If it fails, they stay dirty.
+
+        Args:
+            extra: tokens in the cache beyond `num_computed_tokens`.
+
+        Shapes: rows, num_scheduled_tokens, num_computed_tokens [num_reqs]
+        Raises: ValueError for a batch that `StepBatch.of` refuses, more rows or tokens than the tables were made for,
+            or a row they lack; nothing changes then.
+        """
+        staged = self.stage(
+            rows,
+            num_scheduled_tokens,
+            num_computed_tokens,
+            num_reqs_padded=num_reqs_padded,
+            num_tokens_padded=num_tokens_padded,
+            extra=extra,
         )
-        self._mirror[staged[0]] = staged[1].to(torch.int32)
+        self.launch(staged)
+        return staged
 
-    def map_slots(self, geometry: BatchGeometry) -> torch.Tensor:
-        """Return the slot of every token in every group, from the committed tables.
+    def stage(
+        self,
+        rows: ArrayLike,
+        num_scheduled_tokens: ArrayLike,
+        num_computed_tokens: ArrayLike,
+        *,
+        num_reqs_padded: int = 0,
+        num_tokens_padded: int = 0,
+        extra: ExtraTokens | None = None,
+    ) -> TableStep:
+        """Do the first half of `step`: pack and copy; what it returns is filled by `launch`.
 
-        Shapes: returns [num_groups, num_tokens_padded] int64, a view of a persistent buffer; -1 for padding, for
-            tokens whose block is not live and for groups of states or of cross attention.
-        Raises: ValueError if the batch has more tokens than the tables were made for or a row that they lack.
+        For engines that capture graphs: capture `launch` once for a pair of padded sizes, then stage every step of
+        these sizes and replay.
+
+        Args, shapes, raises: as `step`
         """
-        num_tokens = len(geometry.positions_cpu)
-        if num_tokens > self._slots.shape[1]:
-            raise ValueError(f"batch: got {num_tokens} tokens, the tables were made for {self._slots.shape[1]}")
-        highest_row = geometry.rows_cpu.max(initial=PAD_SLOT_ID)
-        if highest_row >= self.tables[0].num_rows:
-            raise ValueError(f"batch: got row {highest_row}, the tables have {self.tables[0].num_rows} rows")
-        out = self._slots[:, :num_tokens]
-        if self._mirror_cpu is not None:
-            compute_slot_mapping_numpy(
-                self._mirror_cpu, self._meta_cpu, geometry.token_rows_cpu, geometry.positions_cpu, out=out.numpy()
-            )
-        else:
-            compute_slot_mapping(self._mirror, self._meta, geometry.token_rows, geometry.positions, out=out)
-        return out
+        batch = StepBatch.of(rows, num_scheduled_tokens, num_computed_tokens)
+        size_r, size_t = batch.padded_sizes(num_reqs_padded, num_tokens_padded)
+        num_rows = self.arrays.num_rows
+        if size_t > self.max_num_batched_tokens:
+            raise ValueError(f"batch: got {size_t} tokens, the tables were made for {self.max_num_batched_tokens}")
+        if batch.highest_row >= num_rows:
+            raise ValueError(f"batch: got row {batch.highest_row}, the tables have {num_rows} rows")
+        if size_r > num_rows:
+            raise ValueError(f"batch: got {size_r} batch positions, the tables have {num_rows} rows")
+        outputs = self._outputs_of(size_r, size_t)
+        extra_tokens, most = (None, 0) if extra is None else (extra.num_tokens, extra.most)
+        self._path.stage(batch, outputs, extra_tokens)
+        geometry = BatchGeometry(
+            batch,
+            batch.max_query_len,
+            batch.max_seq_len + most,
+            outputs.rows,
+            outputs.query_start_loc,
+            outputs.seq_lens,
+            outputs.zero_start,
+            outputs.token_rows,
+            outputs.positions,
+        )
+        return TableStep(geometry, outputs.slots, self.arrays, outputs, self._index.metas, extra_tokens)
+
+    def launch(self, step: TableStep) -> None:
+        """Compute a staged step, on the current stream, which may be capturing; nothing is allocated or read back.
+
+        Launching the last staged step again changes nothing.
+        """
+        self._path.launch(step._outputs, step._extra_tokens)
 
     def block_table(self, group_id: int) -> torch.Tensor:
         """Return a group's committed table on the device.
 
         Shapes: [num_rows, width] int32, a view; ordinal j is in column `j % width`.
         """
-        table, base = self.tables[group_id], int(self._bases[group_id])
-        entries = self._mirror[base : base + table.first_offset].view(table.num_rows, table.stride)
+        table, begin = self.tables[group_id], int(self.arrays.offsets[group_id])
+        entries = self.words[begin : begin + table.entries.size].view(table.num_rows, table.stride)
         return entries[:, : table.width]
 
     def block_table_cpu(self, group_id: int) -> NDArray[np.int32]:
         """Return a group's committed table as the host sees it: the mirror on a CPU, the authority beside a GPU."""
-        table, base = self.tables[group_id], int(self._bases[group_id])
-        if self._mirror_cpu is None:
+        table = self.tables[group_id]
+        if self.device.type != "cpu":
             return table.entries[:, : table.width]
-        entries = self._mirror_cpu[base : base + table.first_offset].reshape(table.num_rows, table.stride)
-        return entries[:, : table.width]
+        mirror: NDArray[np.int32] = self.block_table(group_id).numpy()
+        return mirror
 
-    def _check_lists(self, block_ids: Sequence[ArrayLike]) -> list[NDArray[np.int32]]:
-        if len(block_ids) != self.num_groups:
-            raise ValueError(f"block_ids: got lists for {len(block_ids)} groups, expected {self.num_groups}")
-        return [table.check_ids(ids) for table, ids in zip(self.tables, block_ids, strict=True)]
+    def _allocate(self) -> StepOutputs:
+        num_rows, num_tokens = self.arrays.num_rows, self.max_num_batched_tokens
+
+        def zeros(dtype: torch.dtype, *shape: int) -> torch.Tensor:
+            return allocate_zeros("step outputs", shape, dtype, self.device)
+
+        return StepOutputs(
+            rows=zeros(torch.int32, num_rows),
+            query_start_loc=zeros(torch.int32, num_rows + 1),
+            seq_lens=zeros(torch.int32, num_rows),
+            zero_start=zeros(torch.bool, num_rows),
+            token_rows=zeros(torch.int32, num_tokens),
+            positions=zeros(torch.int64, num_tokens),
+            slots=zeros(torch.int64, self.num_groups, num_tokens).fill_(PAD_SLOT_ID),
+            state_slots=zeros(torch.int64, self._index.num_state_rows, num_rows),
+            index=zeros(torch.int32, self._index.num_words),
+        )
+
+    def _outputs_of(self, num_reqs: int, num_tokens: int) -> StepOutputs:
+        """Return views of the buffers for a padded batch; the last sizes' are kept."""
+        key = num_reqs, num_tokens
+        if key not in self._outputs:
+            if len(self._outputs) >= _MAX_KEPT_SIZES:
+                self._outputs.clear()
+            self._outputs[key] = self._buffers.narrowed(num_reqs, num_tokens)
+        return self._outputs[key]

@@ -36,9 +36,19 @@ def int_array(name: str, values: ArrayLike) -> NDArray[np.int64]:
     Raises: ValueError if they are not flat or not integers; a float is not rounded.
     """
     array = np.asarray(values)
-    if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+    if array.ndim != 1 or (array.size and array.dtype.kind not in "iu"):
         raise ValueError(f"{name}: got {array.dtype} of shape {array.shape}, expected a flat list of integers")
     return array.astype(np.int64)
+
+
+def below(values: NDArray[np.int64], bound: int) -> bool:
+    """Tell whether every value is in `[0, bound)`, in one pass: as unsigned numbers, negative ones are the largest."""
+    return not len(values) or int(values.view(np.uint64).max()) < bound
+
+
+def all_distinct(values: NDArray[np.int64]) -> bool:
+    """Tell whether no value occurs twice; rising values, the usual order of rows, take no sort."""
+    return len(values) < 2 or bool((values[1:] > values[:-1]).all()) or np.unique(values).size == values.size
 
 
 def check_integer(name: str, value: object, least: int = 1, most: int = INT64_MAX) -> int:

@@ -6,7 +6,9 @@ from collections.abc import Iterable, Mapping
 from dataclasses import is_dataclass
 
 import numpy as np
+from numpy.typing import NDArray
 
+from hybridkv.change_log import DirtySpans
 from hybridkv.limits import BatchLimits
 from hybridkv.plan import CachePlan
 from hybridkv.planner import plan_cache
@@ -23,6 +25,7 @@ from hybridkv.specs import (
     SlidingWindow,
     State,
 )
+from hybridkv.table_arrays import TableArrays
 
 FULL = FullAttention()
 
@@ -119,5 +122,23 @@ def snapshot(value: object) -> object:
     if isinstance(value, list | tuple):
         return [snapshot(item) for item in value]
     if hasattr(value, "__dict__") and not is_dataclass(value) and not isinstance(value, type):
-        return {name: snapshot(item) for name, item in vars(value).items() if name not in ("plan", "mode")}
+        return {name: snapshot(item) for name, item in vars(value).items() if name != "plan"}
     return value
+
+
+def copy_dirty(arrays: TableArrays, mirror: NDArray[np.int32]) -> int:
+    """Bring a mirror on the host up to date; return the words that took."""
+    return arrays.copy_dirty(mirror, arrays.views(mirror))
+
+
+def apply_spans(arrays: TableArrays, spans: DirtySpans, mirror: NDArray[np.int32]) -> None:
+    """Bring a mirror up to date from what travels alone: each span's payload, then nulls, and its row's live range."""
+    ends = spans.num_payload.cumsum()
+    payloads = np.split(arrays.words[spans.source], ends[:-1])
+    for pair, low, num_words, payload in zip(spans.pairs, spans.low, spans.num_words, payloads, strict=False):
+        group, row = divmod(int(pair), arrays.num_rows)
+        begin = arrays.offsets[group] + row * arrays.strides[group] + low
+        mirror[begin : begin + num_words] = 0
+        mirror[begin : begin + len(payload)] = payload
+        for offset in (arrays.first_offset, arrays.count_offset):
+            mirror[offset + pair] = arrays.words[offset + pair]

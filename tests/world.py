@@ -23,8 +23,7 @@ from hybridkv import (
     plan_cache,
 )
 from hybridkv.arena import Arena, ArenaLayout
-from hybridkv.batch import BatchGeometry
-from hybridkv.multi_group import MultiGroupBlockTable
+from hybridkv.multi_group import MultiGroupBlockTable, TableStep
 from hybridkv.retention import first_needed_token
 from hybridkv_kernels.constants import PAD_SLOT_ID
 
@@ -133,19 +132,17 @@ class World:
     def _compute(self, requests: list[int], amounts: list[int]) -> None:
         rows = [self.rows[request] for request in requests]
         before = self.manager.num_computed_tokens[rows]
-        self.tables.commit()
-        geometry = BatchGeometry.build(rows, amounts, before, num_tokens_padded=LIMITS.max_num_batched_tokens)
-        slots = self.tables.map_slots(geometry).numpy()
+        step = self.tables.step(rows, amounts, before, num_tokens_padded=LIMITS.max_num_batched_tokens)
+        slots, positions = step.slot_mapping.numpy(), step.geometry.positions_cpu[: step.geometry.num_tokens]
         owners = np.repeat(requests, amounts)
         for group in self.plan.groups:
             group_id = group.group.group_id
             for cache in group.group.caches:
                 if group.group.is_state:
-                    blocks = self.tables.block_table_cpu(group_id)[rows, self._parts[cache.layer]]
                     stamps = self._stamps(np.array(requests), group_id, cache.layer, before + amounts)
-                    self._write_states(cache.layer, blocks, stamps)
+                    self._write_states(cache.layer, self._state_blocks(step, group_id, cache.layer), stamps)
                 else:
-                    stamps = self._stamps(owners, group_id, cache.layer, geometry.positions_cpu[: geometry.num_tokens])
+                    stamps = self._stamps(owners, group_id, cache.layer, positions)
                     self._write_tokens(cache.layer, slots[group_id], stamps, group.block_size)
         self.manager.commit(rows, amounts)
 
@@ -156,17 +153,15 @@ class World:
 
     def _check_tokens(self, request: int, start: int, count: int) -> None:
         row, computed = self.rows[request], self.computed(request)
-        geometry = BatchGeometry.build([row], [count], [start])
-        positions = geometry.positions_cpu
-        slots = self.tables.map_slots(geometry).numpy()
+        tables_step = self.tables.step([row], [count], [start])
+        positions, slots = tables_step.geometry.positions_cpu, tables_step.slot_mapping.numpy()
         for group in self.plan.groups:
             group_id, lifecycle = group.group.group_id, group.group.lifecycle
             first = int(first_needed_token(lifecycle, np.array([computed]))[0])
             for cache in group.group.caches:
                 view = self.arena.view(cache.layer, "stamp")
                 if group.group.is_state:
-                    block = int(self.tables.block_table_cpu(group_id)[row, self._parts[cache.layer]])
-                    found = view[block].numpy()[:1]
+                    found = view[int(self._state_blocks(tables_step, group_id, cache.layer)[0])].numpy()[:1]
                     expected = self._stamps(np.array([request]), group_id, cache.layer, np.array([computed]))
                 else:
                     live = positions >= first
@@ -191,6 +186,13 @@ class World:
     def _write_states(self, layer: int, blocks: np.ndarray, stamps: np.ndarray) -> None:
         assert (blocks > 0).all()
         self.arena.view(layer, "stamp")[torch.from_numpy(blocks).long(), 0] = torch.from_numpy(stamps)
+
+    def _state_blocks(self, step: TableStep, group_id: int, layer: int) -> np.ndarray:
+        part = self._parts[layer]
+        blocks = step.state_slots(group_id)[part].numpy()
+        rows = step.geometry.rows_cpu
+        assert np.array_equal(blocks, self.tables.block_table_cpu(group_id)[rows, part])
+        return blocks
 
     def _null_block_bytes(self) -> np.ndarray:
         views = [self.arena.view(cache.layer, "stamp")[0] for group in self.plan.groups for cache in group.group.caches]

@@ -37,6 +37,8 @@ class GroupBatch:
         block_table      [num_rows, width] int32 on the device: ordinal j in column `j % width`
         block_table_cpu  the same on the host
         slot_mapping     [T] int64
+        state_slots      [columns, R] int64, the blocks of a group of states by batch position, -1 for padding; None for
+                         a group that keeps tokens
     """
 
     lifecycle: Lifecycle
@@ -45,6 +47,7 @@ class GroupBatch:
     block_table: torch.Tensor
     block_table_cpu: NDArray[np.int32]
     slot_mapping: torch.Tensor
+    state_slots: torch.Tensor | None = None
 
     @property
     def window(self) -> int | None:

@@ -13,7 +13,6 @@ from hybridkv.errors import UnsupportedModel
 from hybridkv.plan import CachePlan
 from hybridkv.runner.latents import LatentBatch
 from hybridkv.specs import State, StateFamily
-from hybridkv_kernels.constants import PAD_SLOT_ID
 from hybridkv_kernels.state_batch import StateBatch
 
 _LATENT = "latent"
@@ -203,13 +202,9 @@ def _put(caches: dict[int, _Cache], layer: int, cache: _Cache) -> None:
 
 def _state_batch(batch: GroupBatch, part: int) -> StateBatch:
     """Return the rows of a group of states: each goes on in its own block, a new sequence from zeros."""
-    geometry = batch.geometry
-    rows = geometry.rows_cpu
-    blocks = np.where(rows >= 0, batch.block_table_cpu[rows, part], PAD_SLOT_ID).astype(np.int64)
-    device = geometry.positions.device
-    slots = torch.from_numpy(blocks).to(device)
-    starts_over = torch.from_numpy(geometry.num_computed_tokens_cpu == 0).to(device)
-    return StateBatch(geometry.query_start_loc, slots, slots, starts_over, geometry.max_query_len)
+    assert batch.state_slots is not None
+    geometry, slots = batch.geometry, batch.state_slots[part]
+    return StateBatch(geometry.query_start_loc, slots, slots, geometry.zero_start, geometry.max_query_len)
 
 
 def _generated_tokens(batch: GroupBatch, num_prompt_tokens: Sequence[int]) -> torch.Tensor:

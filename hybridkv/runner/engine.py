@@ -11,11 +11,10 @@ from transformers import PreTrainedModel
 from hybridkv._torch import torch
 from hybridkv.arena import Arena, ArenaLayout
 from hybridkv.attention import AttentionBackend, GroupBatch, TorchBackend, TritonBackend
-from hybridkv.batch import BatchGeometry
 from hybridkv.errors import InvalidRequest
 from hybridkv.limits import BatchLimits
 from hybridkv.manager import CacheManager
-from hybridkv.multi_group import MultiGroupBlockTable
+from hybridkv.multi_group import MultiGroupBlockTable, TableStep
 from hybridkv.planner import plan_cache
 from hybridkv.runner.caches import LayerCaches
 from hybridkv.runner.model import HostedModel
@@ -173,14 +172,14 @@ class Engine:
         batch = self.scheduler.schedule()
         self._held_sum += self.manager.pool.num_held
         tables_started = time.perf_counter()
-        geometry, input_ids, sampled = self._prepare(batch)
-        self.tables.commit()
-        slots = self.tables.map_slots(geometry)
+        input_ids, sampled = self._prepare(batch)
+        computed = self.manager.num_computed_tokens[batch.rows]
+        step = self.tables.step(batch.rows, batch.num_scheduled_tokens, computed)
         prompts = [sequence.num_prompt_tokens for sequence in batch.sequences]
-        attention = self.model.begin(self._group_batches(geometry, slots), prompts)
+        attention = self.model.begin(self._group_batches(step), prompts)
         forward_started = time.perf_counter()
         try:
-            logits = self.model.forward(input_ids, geometry, attention, sampled)
+            logits = self.model.forward(input_ids, step.geometry, attention, sampled)
             self.manager.commit(batch.rows, batch.num_scheduled_tokens)
             self._settle(batch, self.sampler.sample(logits, [batch.sequences[i] for i in sampled]), sampled)
         except BaseException:
@@ -225,29 +224,26 @@ class Engine:
         self.manager.check_fits(len(sequence.tokens))
         return sequence
 
-    def _prepare(self, batch: ScheduledBatch) -> tuple[BatchGeometry, torch.Tensor, list[int]]:
-        """Flatten the batch: its geometry, its input ids `[T]` and the batch positions that sample a token."""
+    def _prepare(self, batch: ScheduledBatch) -> tuple[torch.Tensor, list[int]]:
+        """Flatten the batch: its input ids `[T]` and the batch positions that sample a token."""
         chunks, sampled = [], []
         for position, (sequence, num_new) in enumerate(zip(batch.sequences, batch.num_scheduled_tokens, strict=True)):
             end = sequence.num_computed_tokens + num_new
             chunks.append(sequence.tokens[sequence.num_computed_tokens : end])
             if end == sequence.num_tokens:
                 sampled.append(position)
-        rows = batch.rows
-        geometry = BatchGeometry.build(
-            rows, batch.num_scheduled_tokens, self.manager.num_computed_tokens[rows], device=self.device
-        )
-        return geometry, torch.from_numpy(np.concatenate(chunks)).to(self.device), sampled
+        return torch.from_numpy(np.concatenate(chunks)).to(self.device), sampled
 
-    def _group_batches(self, geometry: BatchGeometry, slots: torch.Tensor) -> list[GroupBatch]:
+    def _group_batches(self, step: TableStep) -> list[GroupBatch]:
         return [
             GroupBatch(
                 lifecycle=group.group.lifecycle,
                 block_size=group.block_size,
-                geometry=geometry,
+                geometry=step.geometry,
                 block_table=self.tables.block_table(g),
                 block_table_cpu=self.tables.block_table_cpu(g),
-                slot_mapping=slots[g],
+                slot_mapping=step.slot_mapping[g],
+                state_slots=step.state_slots(g) if group.group.is_state else None,
             )
             for g, group in enumerate(self.plan.groups)
         ]

@@ -122,6 +122,9 @@ def check_shapes(
     num_blocks, block_size, num_kv_heads, key_dim = key_nhd.shape
     value_dim, num_rows = value_nhd.shape[3], batch.num_rows
     expect(query.dtype in _QUERY_DTYPES, "query.dtype", f"one of {_QUERY_DTYPES}", query.dtype)
+    for name, cache in (("key_cache", key_cache), ("value_cache", value_cache)):
+        readable = f"one of {_QUERY_DTYPES}; float8 caches, which have scales, are not read"
+        expect(cache.dtype in _QUERY_DTYPES, f"{name}.dtype", readable, cache.dtype)
     expect_tensor("query", query, None, (None, None, key_dim))
     num_tokens, num_heads = query.shape[0], query.shape[1]
     grouped = num_kv_heads > 0 and num_heads % num_kv_heads == 0 and num_heads > 0

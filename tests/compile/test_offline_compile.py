@@ -31,7 +31,9 @@ def compile_kernels(tmp_path: Path, *arguments: str, **variables: str) -> subpro
 @pytest.mark.parametrize(
     ("only", "targets", "num_rows"),
     [
-        ("slot_mapping", ("sm_80", "sm_90", "sm_100", "gfx942"), 4),
+        ("step 256 tokens", ("sm_80", "sm_90", "sm_100", "gfx942"), 4),
+        ("copy_blocks int32", ("sm_80", "sm_90", "sm_100", "gfx942"), 4),
+        ("write_kv e4m3fn 128 scale tensor", ("sm_80", "gfx942"), 2),
         ("write_kv bf16 192/128", ("sm_90", "gfx942"), 2),
         ("bf16 128 decode, 16 splits", ("sm_90", "gfx942"), 4),
         ("paged_attention bf16 128 prefill", ("sm_80",), 1),
@@ -53,7 +55,7 @@ def test_kernels_compile_without_spills(only: str, targets: tuple[str, ...], num
 
 def test_interpreted_kernels_are_not_compiled(tmp_path: Path) -> None:
     """Under TRITON_INTERPRET=1 the script says what to unset in place of printing figures."""
-    result = compile_kernels(tmp_path, "--only", "slot_mapping", TRITON_INTERPRET="1")
+    result = compile_kernels(tmp_path, "--only", "step", TRITON_INTERPRET="1")
     assert result.returncode != 0
     assert "TRITON_INTERPRET: expected unset" in result.stderr
 

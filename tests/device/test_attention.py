@@ -105,29 +105,31 @@ class Step:
         )
         other = kv_cache(SlidingWindow(window=3), 1, 5)
         plan = plan_slabs(
-            model(cache, cache, other), 400, limits(max_num_seqs=len(case.work) + 1), block_size=case.block_size
+            model(cache, cache, other),
+            400,
+            limits(max_num_seqs=len(case.work) + 1 + case.num_padding),
+            block_size=case.block_size,
         )
         manager = CacheManager(plan)
         self.tables = MultiGroupBlockTable(manager.tables, 64, device)
         self.arena = Arena(plan, device=device, layout=case.arena_layout, kv_layout=kv_layout)
         self._reserve(manager)
         num_tokens = sum(count for _, count in case.work)
-        self.geometry = BatchGeometry.build(
+        tables_step = self.tables.step(
             [len(case.work) - idx for idx in range(len(case.work))],
             [count for _, count in case.work],
             [count for count, _ in case.work],
-            device=device,
             num_reqs_padded=len(case.work) + case.num_padding,
             num_tokens_padded=num_tokens + case.num_padding,
         )
-        self.tables.commit()
+        self.geometry = tables_step.geometry
         self.batch = GroupBatch(
             lifecycle=case.lifecycle,
             block_size=case.block_size,
             geometry=self.geometry,
             block_table=self.tables.block_table(0),
             block_table_cpu=manager.tables[0].entries[:, : manager.tables[0].width],
-            slot_mapping=self.tables.map_slots(self.geometry)[0].clone(),
+            slot_mapping=tables_step.slot_mapping[0],
         )
         self.dense = [
             tuple(self.random(a + b, case.num_kv_heads, dim).to(cache_dtype) for dim in (case.key_dim, case.value_dim))

@@ -7,9 +7,9 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybridkv import HybridKVError
-from hybridkv.block_table import BlockTable
 from hybridkv.multi_group import MultiGroupBlockTable
 from hybridkv.plan import SlotMappingMode
+from hybridkv.table_arrays import TableArrays
 from tests.world import MAX_GROWTH, World, random_walk
 
 GROWTH = st.integers(1, MAX_GROWTH)
@@ -81,43 +81,63 @@ def test_longer_walks_find_no_foreign_stamp(num_groups, seed):
     assert world.num_requests > 100
 
 
-def _move_without_clearing(self, source, target):
-    """`move_row` that forgets to clear the source row."""
-    first, ids = int(self.first_block_per_row[source]), self.row_block_ids(source)
-    self.clear_rows(np.array([target]))
-    self._set_live(target, first, ids)
+def _move_without_clearing(self, sources, targets):
+    """`move` that forgets to clear the source rows."""
+    first = self.first.reshape(-1)[sources].astype(np.int64)
+    counts, ids = self.count.reshape(-1)[sources] - first, self.live_ids(sources)
+    self.clear(targets)
+    self.set_rows(targets, first, counts, ids)
 
 
-def _one_slot_space(self, geometry, right=MultiGroupBlockTable.map_slots):
-    """`map_slots` that gives every token group the slots of group 0."""
-    slots = right(self, geometry)
+def _one_slot_space(self, *args, right=MultiGroupBlockTable.step, **padded):
+    """`step` that gives every token group the slots of group 0."""
+    step = right(self, *args, **padded)
     for group, table in enumerate(self.tables):
         if table.mode is not SlotMappingMode.NONE:
-            slots[group] = slots[0]
-    return slots
+            step.slot_mapping[group] = step.slot_mapping[0]
+    return step
 
 
-def _drop_without_null(self, rows, first_blocks):
-    """`drop_rows_head` that frees the blocks and leaves them in the row."""
-    first = self.first_block_per_row[rows].astype(np.int64)
-    return self.words[self._flat_columns(rows, first, np.maximum(first_blocks - first, 0))]
+def _drop_without_null(self, pairs, first):
+    """`drop_head` that frees the blocks and leaves them in the row."""
+    counts = (first - self.first.reshape(-1)[pairs]).clip(min=0)
+    return np.concatenate([self.live_ids(pairs[i : i + 1])[:count] for i, count in enumerate(counts)])
 
 
-def _commit_the_first_row_only(self):
-    """`commit` that copies the rows of a batch it guesses, not every dirty word."""
-    for base, table in zip(self._bases[:-1], self.tables, strict=True):
-        dirty = table.take_dirty()
-        dirty = dirty[dirty < table.stride]
-        self._mirror_cpu[dirty + base] = table.words[dirty]
+def _drop_and_leave_the_entries(self, pairs, first, right=TableArrays.drop_head):
+    """`drop_head` that moves the row on and leaves the dead entries in their columns."""
+    before = self.words[: self.num_entry_words].copy()
+    ids = right(self, pairs, first)
+    self.words[: self.num_entry_words] = before
+    return ids
+
+
+def _commit_the_first_row_only(self, mirror, *_views):
+    """`copy_dirty` that copies the row of a batch it guesses, not every dirty one."""
+    self.take_dirty()
+    for begin, stride in zip(self.offsets, self.strides, strict=True):
+        mirror[begin : begin + stride] = self.words[begin : begin + stride]
+    mirror[self.num_entry_words :] = self.words[self.num_entry_words :]
+    return 0
+
+
+def _forget_the_live_ranges(self, mirror, *views, right=TableArrays.copy_dirty):
+    """`copy_dirty` that copies the entries and no live range."""
+    before = mirror[self.num_entry_words :].copy()
+    num_words = right(self, mirror, *views)
+    mirror[self.num_entry_words :] = before
+    return num_words
 
 
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (BlockTable, "move_row", _move_without_clearing),
-        (MultiGroupBlockTable, "map_slots", _one_slot_space),
-        (BlockTable, "drop_rows_head", _drop_without_null),
-        (MultiGroupBlockTable, "commit", _commit_the_first_row_only),
+        (TableArrays, "move", _move_without_clearing),
+        (MultiGroupBlockTable, "step", _one_slot_space),
+        (TableArrays, "drop_head", _drop_without_null),
+        (TableArrays, "drop_head", _drop_and_leave_the_entries),
+        (TableArrays, "copy_dirty", _commit_the_first_row_only),
+        (TableArrays, "copy_dirty", _forget_the_live_ranges),
     ],
 )
 def test_a_seeded_bug_is_found(monkeypatch, owner, name, broken):
@@ -130,8 +150,8 @@ def test_a_seeded_bug_is_found(monkeypatch, owner, name, broken):
 @pytest.mark.parametrize(
     ("owner", "name", "broken"),
     [
-        (BlockTable, "move_row", _move_without_clearing),
-        (MultiGroupBlockTable, "map_slots", _one_slot_space),
+        (TableArrays, "move", _move_without_clearing),
+        (MultiGroupBlockTable, "step", _one_slot_space),
     ],
 )
 def test_the_stamps_alone_find_the_classic_bugs(monkeypatch, owner, name, broken):

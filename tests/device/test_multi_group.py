@@ -10,13 +10,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hybridkv.batch import BatchGeometry
 from hybridkv.block_table import BlockTable
 from hybridkv.errors import SpecError
 from hybridkv.manager import CacheManager
 from hybridkv.multi_group import MultiGroupBlockTable
+from hybridkv.page_index import PageIndexRequest
 from hybridkv.plan import SlotMappingMode
-from hybridkv_kernels.slot_mapping import check_slot_mapping, compute_slot_mapping_reference
 from tests.models import chunked_and_full, gemma_like, limits, plan_slabs, snapshot, state_and_attention
 
 FULL, RING, NONE = SlotMappingMode.FULL, SlotMappingMode.SLIDING_WINDOW, SlotMappingMode.NONE
@@ -34,17 +33,17 @@ def mirror(tables: MultiGroupBlockTable) -> list[list[list[int]]]:
 
 
 def slots(tables: MultiGroupBlockTable, *args: list[int], **padded: int) -> list[list[int]]:
-    """Commit, then map a batch of rows, scheduled and computed tokens."""
-    tables.commit()
-    geometry = BatchGeometry.build(*args, device=tables.device, **padded)
-    return tables.map_slots(geometry).cpu().tolist()
+    """The slots of a step over rows, scheduled and computed tokens."""
+    return tables.step(*args, **padded).slot_mapping.cpu().tolist()
 
 
 def test_one_call_fills_a_row_in_every_group(device: torch.device) -> None:
-    """Block ids of three groups, one commit, one call: slots of every token in every group's own numbering."""
+    """Block ids of three groups, one step: slots of every token in every group's own numbering, states' blocks."""
     tables = three_groups(device)
     tables.append_row(2, [[5, 3], [7, 8, 9], [4]])
-    assert slots(tables, [2], [6], [0]) == [[20, 21, 22, 23, 12, 13], [14, 15, 16, 17, 18, 19], [-1] * 6]
+    step = tables.step([2], [6], [0])
+    assert step.slot_mapping.tolist() == [[20, 21, 22, 23, 12, 13], [14, 15, 16, 17, 18, 19], [-1] * 6]
+    assert step.state_slots(2).tolist() == [[4]]
     assert mirror(tables)[2] == [[0], [0], [4], [0]]
 
 
@@ -79,23 +78,64 @@ def test_padding_maps_to_pad(device: torch.device) -> None:
     ]
 
 
+def test_states_have_a_slot_a_column_and_batch_position(device: torch.device) -> None:
+    """Row c of the states' slots is column c of every batch position: -1 for no block and for padding."""
+    tables = MultiGroupBlockTable(
+        [BlockTable(4, 2, 1, NONE), BlockTable(4, 2, 4), BlockTable(4, 3, 1, NONE)], 8, device
+    )
+    tables.append_row(3, [[5, 6], [1], [7, 8, 9]])
+    tables.append_row(1, [[4], [], []])
+    step = tables.step([3, 1], [1, 1], [0, 0], num_reqs_padded=3)
+    assert step.state_slots(0).tolist() == [[5, 4, -1], [6, -1, -1]]
+    assert step.state_slots(2).tolist() == [[7, -1, -1], [8, -1, -1], [9, -1, -1]]
+    assert step.state_slots(0).dtype == torch.int64
+    with pytest.raises(ValueError, match="group 1: got a group that never keeps states"):
+        step.state_slots(1)
+
+
+def test_only_the_page_indices_that_were_asked_for_are_there(device: torch.device) -> None:
+    """A group's local table and CSR exist where the tables were made to write them; elsewhere the error says so."""
+    groups = [BlockTable(4, 6, 4, FULL), BlockTable(4, 3, 2, RING), BlockTable(4, 1, 1, NONE)]
+    requests = {0: PageIndexRequest(csr=True), 1: PageIndexRequest(block_table=True)}
+    tables = MultiGroupBlockTable(groups, 16, device, page_indices=requests)
+    tables.append_row(2, [[5, 3], [7, 8, 9], [4]])
+    tables.tables[1].drop_row_head(2, 1)
+    step = tables.step([2], [2], [4], num_reqs_padded=2)
+    csr, local = step.csr(0), step.local_table(1)
+    assert (csr.indptr.tolist(), csr.indices[:2].tolist()) == ([0, 2, 2], [5, 3])
+    assert csr.last_page_len.tolist() == [2, 0]
+    assert local.block_table.tolist() == [[8, 9, 0], [0, 0, 0]]
+    assert (local.first_positions.tolist(), local.seq_lens.tolist()) == ([2, 0], [4, 0])
+    for call in (lambda: step.csr(1), lambda: step.local_table(0), lambda: step.csr(2)):
+        with pytest.raises(ValueError, match="name it in page_indices"):
+            call()
+    for group, message in ((2, "group 2 keeps states"), (3, r"got group 3, the groups are 0\.\.2")):
+        with pytest.raises(ValueError, match=message):
+            MultiGroupBlockTable(groups, 16, device, page_indices={group: PageIndexRequest(csr=True)})
+
+
 def test_the_slots_are_a_view_of_one_buffer(device: torch.device) -> None:
     """Every step writes to the same addresses, so a captured graph may keep them."""
     tables = three_groups(device)
-    first = tables.map_slots(BatchGeometry.build([0], [3], [0], device=device))
-    second = tables.map_slots(BatchGeometry.build([1], [7], [0], device=device))
+    first = tables.step([0], [3], [0]).slot_mapping
+    second = tables.step([1], [7], [0]).slot_mapping
     assert first.data_ptr() == second.data_ptr()
     assert (first.dtype, first.shape, second.shape) == (torch.int64, (3, 3), (3, 7))
 
 
-def test_the_mirror_changes_at_commit_only(device: torch.device) -> None:
-    """Slots come from the committed tables: an uncommitted append is not seen."""
+def test_the_mirror_changes_at_commit_and_at_every_step(device: torch.device) -> None:
+    """Row operations leave the device alone; `commit` or the next step, of any batch, brings all of them there."""
     tables = three_groups(device)
     tables.append_row(0, [[5], [7], [4]])
-    geometry = BatchGeometry.build([0], [1], [0], device=device)
-    assert tables.map_slots(geometry).cpu().tolist() == [[-1]] * 3
+    assert not tables.words.any()
     tables.commit()
-    assert tables.map_slots(geometry).cpu().tolist() == [[20], [14], [-1]]
+    assert mirror(tables)[0][0] == [5, 0, 0, 0, 0, 0]
+    tables.append_row(1, [[6], [8], [3]])
+    assert mirror(tables)[0][1] == [0] * 6
+    assert slots(tables, [0], [1], [0]) == [[20], [14], [-1]]
+    assert torch.equal(tables.words.cpu(), torch.from_numpy(tables.arrays.words))
+    tables.clear_row(0)
+    assert slots(tables, [0, 1], [1, 1], [0, 0]) == [[-1, 24], [-1, 16], [-1, -1]]
 
 
 def test_rows_outside_the_batch_are_clean_after_commit(device: torch.device) -> None:
@@ -113,16 +153,18 @@ def test_rows_outside_the_batch_are_clean_after_commit(device: torch.device) -> 
 
 
 def test_only_what_changed_travels() -> None:
-    """A steady step copies a block id and a count; a step that changes nothing copies nothing."""
+    """A steady step copies no more than a block id and a live range; one that changes nothing copies nothing."""
     tables = three_groups()
     tables.append_row(1, [[5], [7], [4]])
     tables.commit()
-    assert tables.num_words_committed == 6
+    assert 3 <= tables.num_words_copied <= 9
     tables.commit()
-    assert tables.num_words_committed == 0
+    assert tables.num_words_copied == 0
     tables.append_row(1, [[6], [], []])
-    tables.commit()
-    assert tables.num_words_committed == 2
+    tables.step([0], [1], [0])
+    assert 1 <= tables.num_words_copied <= 3
+    tables.step([1], [1], [0])
+    assert (tables.num_words_copied, tables.num_rounds) == (0, 1)
 
 
 def test_moved_and_swapped_rows_arrive_in_every_group(device: torch.device) -> None:
@@ -150,9 +192,16 @@ def test_add_row_replaces_in_every_group(device: torch.device) -> None:
 
 
 REFUSED: list[tuple[str, Callable[[MultiGroupBlockTable], object]]] = [
-    ("row 0: would hold 4 blocks", lambda tables: tables.append_row(0, [[1], [2], []])),
-    ("row 0: would hold 2 blocks", lambda tables: tables.append_row(0, [[1], [], [2]])),
-    ("row 0: would hold 2 blocks", lambda tables: tables.add_row(0, [[1], [2], [3, 4]])),
+    ("group 1 row 0: would hold 4 blocks", lambda tables: tables.append_row(0, [[1], [2], []])),
+    ("group 2 row 0: would hold 2 blocks", lambda tables: tables.append_row(0, [[1], [], [2]])),
+    ("group 2 row 0: would hold 2 blocks", lambda tables: tables.add_row(0, [[1], [2], [3, 4]])),
+    ("group 0 row 1: would hold 7 blocks", lambda tables: tables.add_row(1, [[1], [2], [3]], [6, 9, 0])),
+    ("expected 3 ordinals", lambda tables: tables.add_row(1, [[1], [2], [3]], [0, 0])),
+    ("expected 3 ordinals of at least 0", lambda tables: tables.add_row(1, [[1], [2], [3]], [0, -1, 0])),
+    ("first_blocks: got 2147483647", lambda tables: tables.add_row(1, [[], [2], []], [0, 2**31 - 1, 0])),
+    ("first_blocks: got 1099511627776", lambda tables: tables.add_row(1, [[], [2], []], [0, 2**40, 0])),
+    ("first_block: got 4 for row 0", lambda tables: tables.drop_row_head(0, [1, 4, 0])),
+    ("got 2 ordinals, expected 3", lambda tables: tables.drop_row_head(0, [1, 1])),
     ("0 is the null block", lambda tables: tables.append_row(1, [[1], [2], [0]])),
     ("0 is the null block", lambda tables: tables.add_row(0, [[1], [2], [0]])),
     ("got lists for 2 groups, expected 3", lambda tables: tables.append_row(1, [[1], [2]])),
@@ -176,17 +225,25 @@ def test_one_groups_refusal_leaves_all_groups(message: str, call: Callable[[Mult
         call(tables)
     assert snapshot(tables.tables) == before
     tables.commit()
-    assert tables.num_words_committed == 0
+    assert tables.num_words_copied == 0
 
 
 def test_batches_the_tables_were_not_made_for_are_refused(device: torch.device) -> None:
-    """More tokens than planned, padding included, or a row that no table has raise a `ValueError`."""
+    """More tokens or positions than planned, padding included, or a row that no table has: a `ValueError`, no step."""
     tables = three_groups(device)
     assert len(slots(tables, [0], [16], [0])[0]) == 16
+    tables.append_row(0, [[5], [7], [4]])
     with pytest.raises(ValueError, match="batch: got 17 tokens, the tables were made for 16"):
-        slots(tables, [0], [1], [0], num_tokens_padded=17)
+        tables.step([0], [1], [0], num_tokens_padded=17)
     with pytest.raises(ValueError, match="batch: got row 4, the tables have 4"):
-        slots(tables, [0, 4], [1, 1], [0, 0])
+        tables.step([0, 4], [1, 1], [0, 0])
+    with pytest.raises(ValueError, match="batch: got 5 batch positions, the tables have 4 rows"):
+        tables.step([0], [1], [0], num_reqs_padded=5)
+    with pytest.raises(ValueError, match="at least one token a row"):
+        tables.step([0], [0], [0])
+    assert not tables.words.any()
+    tables.commit()
+    assert mirror(tables)[0][0] == [5, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("rows", [(), (4, 5)])
@@ -234,8 +291,8 @@ def test_block_tables_are_views_of_the_mirror(device: torch.device) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(data=st.data())
-def test_slots_equal_the_loop_reference_after_any_history(data: st.DataObject) -> None:
-    """After any row operations in full, ring and state groups `map_slots` agrees with the loop over tokens."""
+def test_slots_equal_the_definition_after_any_history(data: st.DataObject) -> None:
+    """After any row operations in full, ring and state groups a step's slots are those that `GroupMeta` defines."""
     tables = three_groups()
     for _ in range(data.draw(st.integers(1, 12))):
         row, other = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
@@ -259,31 +316,15 @@ def test_slots_equal_the_loop_reference_after_any_history(data: st.DataObject) -
                 )
             case "commit":
                 tables.commit()
-    tables.commit()
     rows = data.draw(st.permutations(range(4)))[: data.draw(st.integers(0, 4))]
     scheduled = [data.draw(st.integers(1, 3)) for _ in rows]
     computed = [data.draw(st.integers(0, 26)) for _ in rows]
-    geometry = BatchGeometry.build(
-        rows, scheduled, computed, num_reqs_padded=len(rows) + 1, num_tokens_padded=data.draw(st.integers(12, 16))
-    )
-    words = np.concatenate([table.words for table in tables.tables])
-    bases = np.cumsum([0] + [len(table.words) for table in tables.tables]).tolist()
-    meta = np.array(
-        [
-            [
-                *(base, table.stride, table.width, 0 if table.mode is NONE else table.block_size),
-                *(base + 4 * table.stride, base + 4 * table.stride + 4),
-            ]
-            for base, table in zip(bases[:-1], tables.tables, strict=True)
-        ],
-        dtype=np.int64,
-    )
-    expected = np.full((3, len(geometry.positions_cpu)), 12345, dtype=np.int64)
-    args = words, meta, geometry.token_rows_cpu, geometry.positions_cpu
-    check_slot_mapping(*args, out=expected)
-    compute_slot_mapping_reference(*args, out=expected)
-    assert tables.map_slots(geometry).tolist() == expected.tolist()
-    assert (expected[:, geometry.num_tokens :] == -1).all()
+    step = tables.step(rows, scheduled, computed, num_reqs_padded=4, num_tokens_padded=data.draw(st.integers(12, 16)))
+    words, geometry = tables.words.tolist(), step.geometry
+    tokens = list(zip(geometry.token_rows_cpu.tolist(), geometry.positions_cpu.tolist(), strict=True))
+    for meta, mapped in zip(tables.arrays.group_metas, step.slot_mapping.tolist(), strict=True):
+        assert mapped == [meta.slot(words, *token) for token in tokens]
+        assert set(mapped[geometry.num_tokens :]) <= {-1}
     for group, table in enumerate(tables.tables):
         assert np.array_equal(tables.block_table(group).numpy(), table.entries[:, : table.width])
 
@@ -297,28 +338,11 @@ def test_slots_follow_a_sequence_through_a_chunked_model() -> None:
     for position in range(40):
         manager.reserve([row], [1])
         mapped = slots(tables, [row], [1], [position])
+        assert np.array_equal(tables.words.numpy(), tables.arrays.words)
         for group, table in enumerate(manager.tables):
             held = table.row_block_ids(row)[position // 4 - table.first_block_per_row[row]]
             assert mapped[group] == [held * 4 + position % 4]
         manager.commit([row], [1])
-
-
-def test_a_copy_that_fails_loses_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What a failed commit should have copied travels with the next one."""
-    tables = MultiGroupBlockTable([BlockTable(2, 4, 4), BlockTable(2, 4, 4)], 8)
-    tables.append_row(1, [[3, 4], [5]])
-
-    def fail(_dirty: object) -> None:
-        raise RuntimeError("the copy failed")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(tables, "_copy_words", fail)
-        with pytest.raises(RuntimeError, match="the copy failed"):
-            tables.commit()
-    assert not tables.block_table_cpu(0).any()
-    tables.commit()
-    assert tables.block_table_cpu(0)[1].tolist() == [3, 4, 0, 0]
-    assert tables.block_table_cpu(1)[1].tolist() == [5, 0, 0, 0]
 
 
 def test_windows_move_on_in_all_groups_or_in_none() -> None:

@@ -31,7 +31,12 @@ ROWS = (
     "hybridkv.planner",
     "hybridkv.ranks",
     "hybridkv.layouts",
+    "hybridkv.change_log",
+    "hybridkv.table_arrays",
     "hybridkv.block_table",
+    "hybridkv.row_operations",
+    "hybridkv.step_batch",
+    "hybridkv.staging",
     "hybridkv.block_pool",
     "hybridkv.capacity",
     "hybridkv.lengths",
@@ -40,6 +45,9 @@ ROWS = (
     "hybridkv.sanitizer",
     "hybridkv.replay",
     "hybridkv.batch",
+    "hybridkv.chunk_rows",
+    "hybridkv.page_index",
+    "hybridkv.step_path",
     "hybridkv.multi_group",
     "hybridkv.arena",
     "hybridkv.attention",
@@ -99,7 +107,7 @@ by_file = pytest.mark.parametrize("path", FILES, ids=[module_name(path) for path
 def test_the_tree_is_found() -> None:
     """The checks below see the library's files and the kernels'."""
     names = {module_name(path) for path in FILES}
-    assert {"hybridkv", "hybridkv.manager", "hybridkv.attention.base", "hybridkv_kernels.slot_mapping"} <= names
+    assert {"hybridkv", "hybridkv.manager", "hybridkv.attention.base", "hybridkv_kernels.step_tables"} <= names
 
 
 @by_file
@@ -208,7 +216,7 @@ class Blocker(importlib.abc.MetaPathFinder):
 
 sys.meta_path.insert(0, Blocker())
 import hybridkv
-for name in ("batch", "arena", "multi_group", "attention"):
+for name in ("batch", "page_index", "step_path", "multi_group", "arena", "attention"):
     try:
         __import__(f"hybridkv.{name}")
     except ImportError as error:
@@ -219,7 +227,8 @@ for name in ("batch", "arena", "multi_group", "attention"):
 
 def test_without_torch_the_error_names_the_extra() -> None:
     """Where torch is missing the host half works, and what maps slots and attends says which extra to install."""
-    assert run_python(WITHOUT_TORCH).split() == ["batch", "arena", "multi_group", "attention"]
+    names = ["batch", "page_index", "step_path", "multi_group", "arena", "attention"]
+    assert run_python(WITHOUT_TORCH).split() == names
 
 
 def test_the_kernels_folder_is_no_package() -> None:

@@ -162,7 +162,8 @@ def test_a_wastes_terms_are_those_of_a_worked_example() -> None:
     waste = measure_waste(plan, 10, 2)
     tables = 4 * 400 * (64 + 2)
     assert waste == Waste(10, 2, 2 * 640, 0, 0, 2 * 128, 0, 256, 2 * 256 + 100, tables, tables)
-    assert waste.table_host_bytes == sum(table.words.nbytes for table in make_block_tables(plan))
+    made = make_block_tables(plan)
+    assert waste.table_host_bytes == sum(table.nbytes for table in made) == made[0].arrays.words.nbytes
 
 
 def test_nothing_fits_where_the_memory_is_too_small() -> None:

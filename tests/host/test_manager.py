@@ -78,7 +78,7 @@ def test_the_life_of_two_sequences() -> None:
     manager.finish(second)
     manager.check()
     assert manager.pool.num_free_slabs == 8
-    assert not any(table.words.any() for table in manager.tables)
+    assert not any(table.arrays.words.any() for table in manager.tables)
     assert (manager.num_free_rows, manager.num_preemptions) == (3, 1)
     assert manager.peak_blocks_per_row.tolist() == [3, 3]
 

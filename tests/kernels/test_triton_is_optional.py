@@ -16,7 +16,7 @@ sys.modules["triton"] = None
 import torch
 from hybridkv_kernels._triton import has_triton
 from hybridkv_kernels.kv_write import write_kv, write_kv_reference, write_kv_torch
-from hybridkv_kernels import paged_attention, slot_mapping
+from hybridkv_kernels import paged_attention, step_tables
 assert not has_triton()
 key, cache, slots = torch.ones(1, 1, 4), torch.zeros(2, 2, 1, 4), torch.tensor([3])
 write_kv_reference(key, key, cache, cache, slots)
@@ -31,7 +31,22 @@ recurrence = {"state": torch.zeros(2, 4), "batch": batch, "out": torch.empty(1, 
 rg_lru_reference(ones, ones, **recurrence)
 rg_lru_torch(ones, ones, **recurrence)
 assert recurrence["out"].sum() == 8
-launches = (lambda: write_kv(key, key, cache, cache, slots), lambda: rg_lru(ones, ones, **recurrence))
+from hybridkv_kernels.group_meta import NUM_META_COLUMNS
+from hybridkv_kernels.step_layout import HEADER_WORDS, NUM_INDEX_COLUMNS
+from hybridkv_kernels.step_tables import StepOutputs, step, step_reference
+words, staging = torch.zeros(8, dtype=torch.int32), torch.zeros(HEADER_WORDS, dtype=torch.int32)
+metas = torch.zeros(1, NUM_META_COLUMNS, dtype=torch.int64), torch.zeros(1, NUM_INDEX_COLUMNS, dtype=torch.int64)
+metas[1][:] = -1
+sizes = [(1,), (2,), (1,), (1,), (1,), (1,), (1, 1), (0, 1), (1,)]
+dtypes = [torch.int32] * 3 + [torch.bool, torch.int32, torch.int64, torch.int64, torch.int64, torch.int32]
+outputs = StepOutputs(*(torch.ones(size, dtype=dtype) for size, dtype in zip(sizes, dtypes, strict=True)))
+step_reference(words.numpy(), *(meta.numpy() for meta in metas), staging.numpy(), None, out=outputs.arrays())
+assert outputs.slots.item() == outputs.rows.item() == -1
+launches = (
+    lambda: write_kv(key, key, cache, cache, slots),
+    lambda: rg_lru(ones, ones, **recurrence),
+    lambda: step(words, *metas, staging, None, out=outputs, num_rows=1),
+)
 for launch in launches:
     try:
         launch()
@@ -42,7 +57,8 @@ for launch in launches:
 """
 WITHOUT_TORCH = """
 import sys
-import hybridkv_kernels.constants, hybridkv_kernels.slot_mapping_reference
+import hybridkv_kernels.constants, hybridkv_kernels.group_meta, hybridkv_kernels.step_layout
+import hybridkv_kernels.step_numpy, hybridkv_kernels.step_reference
 assert "torch" not in sys.modules and "triton" not in sys.modules
 """
 
@@ -60,7 +76,7 @@ def test_references_run_without_triton() -> None:
 
 
 def test_host_modules_load_no_torch() -> None:
-    """Constants and the host slot mapping import neither torch nor triton."""
+    """Constants, layouts, the host step and its reference import neither torch nor triton."""
     result = run(WITHOUT_TORCH)
     assert result.returncode == 0, result.stderr
 

@@ -79,14 +79,13 @@ def begin_decode(engine: Engine, num_padded: int) -> tuple[torch.Tensor, BatchGe
     """
     running = engine.scheduler.running
     rows = [sequence.row for sequence in running]
-    geometry = BatchGeometry.build(
+    tables_step = engine.tables.step(
         rows,
         [1] * len(rows),
         engine.manager.num_computed_tokens[rows],
         num_reqs_padded=len(rows) + num_padded,
         num_tokens_padded=len(rows) + num_padded,
     )
-    slots = engine.tables.map_slots(geometry)
-    step = engine.model.begin(engine._group_batches(geometry, slots), [s.num_prompt_tokens for s in running])
+    step = engine.model.begin(engine._group_batches(tables_step), [s.num_prompt_tokens for s in running])
     ids = [int(sequence.tokens[sequence.num_tokens - 1]) for sequence in running]
-    return torch.tensor(ids + [0] * num_padded), geometry, step
+    return torch.tensor(ids + [0] * num_padded), tables_step.geometry, step

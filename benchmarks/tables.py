@@ -1,0 +1,330 @@
+"""Block tables of a serving worker side by side with vLLM's, and with the least numpy work for the same outputs.
+
+    python benchmarks/make_peer_env.py DIR                      once: fetches vLLM 0.33's Python files
+    python benchmarks/tables.py --peer DIR [--check] [--json] [--cases ...] [--rounds 11]
+
+Every system takes the same steps of 256 rows: append block ids, bring the device tables up to date, map tokens to slots
+in all groups. One process on one core; in each round every system runs a block of steps, in turns; a time is the median
+of a block, a ratio the median over rounds of (peer's time / our time) of the same round. Times are those of the thread
+on the core, so that other jobs of the machine count less. After each block the tables and slots that were timed are
+compared with a plain record of the history, so that systems are equal to it, hence to each other.
+
+    vLLM V1             its MultiGroupBlockTable; the device is a second host buffer, so that a commit is a real copy
+    vLLM V1, no copy    the same with the device table in the host buffer
+    vLLM V2, host part  its gpu.BlockTables, staged writer included
+    numpy floor         arrays in, nothing checked
+
+vLLM's kernel launches are left out, which favours it (see `vllm_tables.py`). Block ids come in each system's own
+currency: lists of Python integers for vLLM, int32 arrays for ours, the floor. Positions are given to peers and floor;
+we make them ourselves.
+
+`--check` exits 1 if a target is missed or a peer cannot be set up; unequal outputs raise in any case.
+"""
+
+import argparse
+import gc
+import json
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from table_workloads import (
+    BLOCK_SIZE,
+    NUM_ROWS,
+    Admission,
+    Churn,
+    Decode,
+    Floor,
+    GroupShape,
+    Prefill,
+    Record,
+    Step,
+)
+from vllm_tables import Modules, VllmV1, VllmV2, import_vllm
+
+from hybridkv.block_table import BlockTable
+from hybridkv.limits import BatchLimits
+from hybridkv.multi_group import MultiGroupBlockTable
+from hybridkv.plan import SlotMappingMode
+from hybridkv.planner import plan_cache
+from hybridkv.specs import ModelSpec
+from hybridkv.table_arrays import TableShape
+
+V1, V1_NO_COPY, V2, FLOOR = "vLLM V1", "vLLM V1, no copy", "vLLM V2, host part", Floor.name
+FLOOR_TARGET = 0.5
+EIGHT_GROUPS = (GroupShape(2048),) * 8
+EIGHT_LONG_GROUPS = (GroupShape(65536),) * 8
+# Gemma-3-27B has 10 layers of full attention beside 52 of a window of 1,024 tokens, which vLLM makes groups of ten of.
+SEVEN_GROUPS = (GroupShape(2048), *(GroupShape(2048, window=1024),) * 6)
+
+
+class Ours:
+    """The tables of this library; as in every system only the three `*_step` methods are timed."""
+
+    name = "ours"
+
+    def __init__(self, groups: tuple[GroupShape, ...], max_num_tokens: int) -> None:
+        modes = {None: SlotMappingMode.FULL}
+        shapes = [
+            TableShape(group.width, BLOCK_SIZE, modes.get(group.window, SlotMappingMode.SLIDING_WINDOW))
+            for group in groups
+        ]
+        self.num_groups = len(groups)
+        self.tables = MultiGroupBlockTable(BlockTable.of_groups(NUM_ROWS, shapes), max_num_tokens)
+        self._slots: torch.Tensor | None = None
+
+    def fill(self, record: Record) -> None:
+        """Take over the rows of a record."""
+        for group, table in enumerate(self.tables.tables):
+            for row, (first, count) in enumerate(zip(record.first[group], record.count[group], strict=True)):
+                table.add_row(row, record.ids[group, row, first:count], int(first))
+        self.tables.commit()
+
+    def decode_step(self, step: Step) -> None:
+        """Drop, append, then one step: commit and map."""
+        tables, num_groups = self.tables, self.num_groups
+        for drop in step.drops:
+            if drop.group < num_groups:
+                tables.tables[drop.group].drop_rows_head(drop.rows, drop.first_blocks)
+        tables.append_rows(step.append_rows, step.counts[:num_groups], step.ids[:num_groups].reshape(-1))
+        self._slots = tables.step(step.rows, step.query_lens, step.num_computed).slot_mapping
+
+    def prefill_step(self, step: Step) -> None:
+        """Append, commit, map."""
+        self.decode_step(step)
+
+    def churn_step(self, step: Churn, *, commit: bool) -> None:
+        """Clear, move, add."""
+        tables = self.tables
+        tables.clear_rows(step.finished)
+        tables.move_rows(step.sources, step.holes)
+        counts = np.full((self.num_groups, len(step.admitted)), step.ids.shape[2])
+        tables.add_rows(step.admitted, counts, step.ids.reshape(-1))
+        if commit:
+            tables.commit()
+
+    def clear(self, rows: NDArray[np.int64]) -> None:
+        """Empty rows; not timed."""
+        self.tables.clear_rows(rows)
+        self.tables.commit()
+
+    def settle(self, _step: Step | Churn) -> None:
+        """Commit what a step without a commit left; not timed."""
+        self.tables.commit()
+
+    def slots(self, _step: Step) -> NDArray[np.int64]:
+        """Return the slots of the last step."""
+        return self._slots.numpy()
+
+    def device_table(self, group: int) -> NDArray[np.int32]:
+        """Return `[NUM_ROWS, width]` as committed."""
+        return self.tables.block_table_cpu(group)
+
+
+System: TypeAlias = Ours | Floor | VllmV1 | VllmV2
+
+
+@dataclass(frozen=True)
+class Case:
+    """One workload at one size; `targets` are least ratios by peer, a peer without one is for information."""
+
+    workload: Callable[[tuple[GroupShape, ...]], Decode | Prefill | Admission]
+    groups: tuple[GroupShape, ...]
+    max_num_tokens: int
+    run: Callable[[System, Step | Churn], None]
+    num_steps: int
+    targets: dict[str, float] = field(default_factory=dict)
+    our_groups: Callable[[], tuple[GroupShape, ...]] | None = None
+
+
+@dataclass(frozen=True)
+class Row:
+    """One case against one peer; times are medians over rounds, ratios of the same round."""
+
+    case: str
+    peer: str
+    our_us: float
+    peer_us: float
+    ratio: float
+    lowest_ratio: float
+    highest_ratio: float
+    target: float | None
+    num_rounds: int
+
+    @property
+    def is_met(self) -> bool:
+        """Whether the ratio meets its target."""
+        return self.target is None or self.ratio >= self.target
+
+
+def gemma_groups() -> tuple[GroupShape, ...]:
+    """Return the two groups that a plan makes of Gemma-3-27B: full attention, then the window's ring."""
+    limits = BatchLimits(max_num_seqs=NUM_ROWS, max_model_len=32768, max_num_batched_tokens=8192)
+    plan = plan_cache(ModelSpec.load("gemma-3-27b"), 2**38, limits, block_size=BLOCK_SIZE)
+    by_mode = {group.mode: group for group in plan.groups}
+    full, ring = by_mode[SlotMappingMode.FULL], by_mode[SlotMappingMode.SLIDING_WINDOW]
+    return GroupShape(full.table_width), GroupShape(ring.table_width, window=ring.group.lifecycle.window)
+
+
+def _decode(system: System, step: Step) -> None:
+    system.decode_step(step)
+
+
+def _prefill(system: System, step: Step) -> None:
+    system.prefill_step(step)
+
+
+def _churn(system: System, step: Churn) -> None:
+    system.churn_step(step, commit=False)
+
+
+def _churn_commit(system: System, step: Churn) -> None:
+    system.churn_step(step, commit=True)
+
+
+CASES = {
+    "decode, 32K": Case(Decode, EIGHT_GROUPS, NUM_ROWS, _decode, 20, {V1: 15, V1_NO_COPY: 3, V2: 2}),
+    "decode, 1M": Case(Decode, EIGHT_LONG_GROUPS, NUM_ROWS, _decode, 5, {V1: 300}),
+    "decode, 32K, Gemma-3-27B": Case(Decode, SEVEN_GROUPS, NUM_ROWS, _decode, 20, our_groups=gemma_groups),
+    "prefill": Case(Prefill, EIGHT_GROUPS, Prefill.num_rows * Prefill.num_tokens, _prefill, 10, {V1: 3}),
+    "churn": Case(Admission, EIGHT_GROUPS, NUM_ROWS, _churn, 6, {V1: 6}),
+    "churn, commit": Case(Admission, EIGHT_GROUPS, NUM_ROWS, _churn_commit, 6, {V1: 20}),
+}
+
+
+def run_case(name: str, modules: Modules | None, num_rounds: int) -> list[Row]:
+    """Measure one case.
+
+    Raises: RuntimeError if a system's tables or slots differ from the record.
+    """
+    case = CASES[name]
+    workload = case.workload(case.groups)
+    our_groups = case.groups if case.our_groups is None else case.our_groups()
+    systems: list[System] = [Ours(our_groups, case.max_num_tokens), Floor(our_groups, case.max_num_tokens)]
+    if modules is not None:
+        systems += [
+            VllmV1(modules, case.groups, case.max_num_tokens, copies=True),
+            VllmV1(modules, case.groups, case.max_num_tokens, copies=False),
+            VllmV2(modules, case.groups, case.max_num_tokens),
+        ]
+    for system in systems:
+        system.fill(workload.record)
+    gc.collect()
+    gc.freeze()
+    seconds: dict[str, list[float]] = {system.name: [] for system in systems}
+    for round_idx in range(num_rounds + 1):
+        steps = [workload.next_step() for _ in range(case.num_steps)]
+        turn = round_idx % len(systems)
+        for system in systems[turn:] + systems[:turn]:
+            median = _run_block(system, case, steps)
+            _check_outputs(f"{name}: {system.name}", system, workload.record, steps[-1])
+            # The first round warms up.
+            if round_idx:
+                seconds[system.name].append(median)
+    gc.unfreeze()
+    targets = {FLOOR: FLOOR_TARGET, **case.targets}
+    return [_row(name, peer, seconds, targets.get(peer)) for peer in seconds if peer != Ours.name]
+
+
+def _run_block(system: System, case: Case, steps: Sequence[Step | Churn]) -> float:
+    seconds = []
+    for step in steps:
+        if case.workload is Prefill:
+            system.clear(step.append_rows)
+        # Made here once, whatever system comes first.
+        _ = (step.lists, step.moves) if isinstance(step, Churn) else (step.lists, step.tensors, step.flat_ids)
+        started = time.thread_time_ns()
+        case.run(system, step)
+        seconds.append((time.thread_time_ns() - started) / 1e9)
+        system.settle(step)
+    return statistics.median(seconds)
+
+
+def _check_outputs(where: str, system: System, record: Record, step: Step | Churn) -> None:
+    """Raise RuntimeError unless tables and slots of a system are those of the record."""
+    for group in range(system.num_groups):
+        table = system.device_table(group)
+        row, ordinal, ids = record.live(group)
+        if not np.array_equal(table[row, ordinal % table.shape[1]], ids):
+            raise RuntimeError(f"{where}: the table of group {group} differs from the record")
+        if isinstance(system, Ours) and np.count_nonzero(table) != len(ids):
+            raise RuntimeError(f"{where}: a dead entry of group {group} is not null")
+    if isinstance(step, Step) and not np.array_equal(system.slots(step), record.slots(step)[: system.num_groups]):
+        raise RuntimeError(f"{where}: the slots differ from the record")
+
+
+def _row(case: str, peer: str, seconds: dict[str, list[float]], target: float | None) -> Row:
+    ours, theirs = seconds[Ours.name], seconds[peer]
+    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
+    return Row(
+        case=case,
+        peer=peer,
+        our_us=1e6 * statistics.median(ours),
+        peer_us=1e6 * statistics.median(theirs),
+        ratio=statistics.median(ratios),
+        lowest_ratio=min(ratios),
+        highest_ratio=max(ratios),
+        target=target,
+        num_rounds=len(ratios),
+    )
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Render the rows as a Markdown table."""
+    lines = ["| case | peer | ours us | peer us | ratio (lowest-highest) | target |", "|---|---|--:|--:|--:|--:|"]
+    for row in rows:
+        ratios = f"{row.ratio:.3g} ({row.lowest_ratio:.3g}-{row.highest_ratio:.3g})"
+        target = "" if row.target is None else f"{row.target:g}"
+        lines.append(f"| {row.case} | {row.peer} | {row.our_us:.0f} | {row.peer_us:.0f} | {ratios} | {target} |")
+    return "\n".join(lines)
+
+
+def _peer(folder: Path | None) -> Modules | None:
+    if folder is None:
+        print("no --peer: ours against the floor only", file=sys.stderr)
+        return None
+    try:
+        return import_vllm(folder)
+    except ImportError as error:
+        print(
+            f"--peer: got {folder}, vLLM does not import from it ({error}); make_peer_env.py makes one", file=sys.stderr
+        )
+        return None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line; return 1 where `--check` finds a target missed or no peer."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--peer", type=Path, metavar="DIR", help="folder that make_peer_env.py made")
+    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
+    parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds of each case")
+    parser.add_argument("--core", type=int, help="core to run on; the last one that is allowed by default")
+    parser.add_argument("--json", action="store_true", help="print one JSON list of rows in place of the table")
+    parser.add_argument("--check", action="store_true", help="exit 1 where a target is missed or the peer is")
+    arguments = parser.parse_args(argv)
+    os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if arguments.core is None else arguments.core})
+    torch.set_num_threads(1)
+    modules = _peer(arguments.peer)
+    rows = []
+    for name in arguments.cases:
+        rows += run_case(name, modules, arguments.rounds)
+        print(f"{name}: done", file=sys.stderr)
+    print(json.dumps([asdict(row) for row in rows], indent=1) if arguments.json else format_table(rows))
+    missed = [row for row in rows if not row.is_met]
+    for row in missed:
+        print(f"missed: {row.case} against {row.peer}: {row.ratio:.3g}, expected {row.target:g}", file=sys.stderr)
+    if arguments.check and modules is None:
+        print("check: the peer is missing", file=sys.stderr)
+    return 1 if arguments.check and (missed or modules is None) else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Claims about the step: the numpy path and the kernel equal the loop over tokens, whatever happened before."""
+
+from __future__ import annotations
+
+from dataclasses import fields
+from typing import TypeAlias
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from hybridkv.block_table import BlockTable
+from hybridkv.multi_group import ExtraTokens, MultiGroupBlockTable
+from hybridkv.page_index import PageIndexRequest
+from hybridkv.plan import SlotMappingMode
+from hybridkv.staging import pack, staging_words
+from hybridkv.step_batch import StepBatch
+from hybridkv.table_arrays import TableShape
+from hybridkv_kernels.step_reference import StepArrays, step_reference
+from hybridkv_kernels.step_tables import StepOutputs, check_step
+
+FULL, RING, NONE = SlotMappingMode.FULL, SlotMappingMode.SLIDING_WINDOW, SlotMappingMode.NONE
+NUM_ROWS, MAX_TOKENS, POISON = 4, 24, 12345
+INDICES = {0: PageIndexRequest(block_table=True, csr=True), 1: PageIndexRequest(True, True, pad_seq_len=1)}
+Work: TypeAlias = list[tuple[int, int, int]]
+
+
+def shapes(num_ranks: int = 1, rank: int = 0, interleave: int = 1) -> list[TableShape]:
+    """A full group (blocks of 4, 6 wide), a ring (blocks of 2, 3 wide), states, a second full group, states."""
+    return [
+        TableShape(6, 4, FULL, num_ranks, rank, interleave),
+        TableShape(3, 2, RING, num_ranks, rank, interleave),
+        TableShape(2, 1, NONE),
+        TableShape(6, 4, FULL, num_ranks, rank, interleave),
+        TableShape(1, 1, NONE),
+    ]
+
+
+def make(use_triton: bool, device: torch.device | str = "cpu", *share: int) -> MultiGroupBlockTable:
+    """Tables of `shapes` that write every page index."""
+    tables = BlockTable.of_groups(NUM_ROWS, shapes(*share))
+    return MultiGroupBlockTable(tables, MAX_TOKENS, device, page_indices=INDICES, use_triton=use_triton)
+
+
+def poisoned(outputs: StepOutputs) -> StepOutputs:
+    """Fill outputs with what no step writes."""
+    for _, tensor in outputs.named():
+        tensor.fill_(POISON if tensor.dtype != torch.bool else True)
+    return outputs
+
+
+class Reference:
+    """Tables whose steps are computed by the reference from the packed staging buffer."""
+
+    def __init__(self, *share: int) -> None:
+        self.tables = make(False, "cpu", *share)
+        self.words = torch.zeros_like(self.tables.words)
+
+    def step(self, work: Work, size_r: int, size_t: int, extra: list[int] | None) -> StepArrays:
+        """Return every output of a step over (row, scheduled, computed)."""
+        arrays, index = self.tables.arrays, self.tables._index
+        batch = StepBatch.of(*(np.array([w[i] for w in work], dtype=np.int64) for i in range(3)))
+        staging = np.zeros(staging_words(arrays, NUM_ROWS, MAX_TOKENS), dtype=np.int32)
+        pack(arrays, arrays.take_dirty(), batch, staging)
+        metas = torch.tensor([meta.as_row() for meta in arrays.group_metas])
+        index_metas = torch.tensor([meta.as_row() for meta in index.metas])
+        outputs = poisoned(self.tables._allocate().narrowed(size_r, size_t))
+        check_step(self.words, metas, index_metas, torch.from_numpy(staging), out=outputs, num_rows=NUM_ROWS)
+        step_reference(
+            self.words.numpy(),
+            metas.numpy(),
+            index_metas.numpy(),
+            staging,
+            None if extra is None else np.array(extra, dtype=np.int32),
+            out=outputs.arrays(),
+        )
+        return outputs.arrays()
+
+
+def run(tables: MultiGroupBlockTable, work: Work, size_r: int, size_t: int, extra: list[int] | None) -> StepArrays:
+    """Return every output of a step, from poisoned buffers."""
+    poisoned(tables._outputs_of(size_r, size_t))
+    columns = [[w[i] for w in work] for i in range(3)]
+    on_device = None
+    if extra is not None:
+        on_device = ExtraTokens(torch.tensor(extra, dtype=torch.int32, device=tables.device), max(extra))
+    tables.step(*columns, num_reqs_padded=size_r, num_tokens_padded=size_t, extra=on_device)
+    return tables._outputs_of(size_r, size_t).arrays()
+
+
+def assert_equal(got: StepArrays, expected: StepArrays) -> None:
+    """Every output is equal, and what a step does not write is untouched."""
+    for field in fields(StepArrays):
+        left, right = getattr(got, field.name), getattr(expected, field.name)
+        assert np.array_equal(left, right), f"{field.name}: {left.tolist()} != {right.tolist()}"
+
+
+def random_operation(rng: np.random.Generator, all_tables: list[MultiGroupBlockTable]) -> None:
+    """Do one row operation, the same in all tables; one that is refused is refused by all."""
+    one = all_tables[0]
+    row, other = rng.integers(0, NUM_ROWS, 2).tolist()
+    kind = rng.choice(["append", "append", "append", "add", "clear", "move", "swap", "drop", "many"])
+    widths = [table.width for table in one.tables]
+    ids = [rng.integers(1, 500, rng.integers(0, width + 1)).tolist() for width in widths]
+    starts = rng.integers(0, 3, len(widths)).tolist()
+    counts = rng.integers(0, 2, (len(widths), 2))
+    many = rng.integers(1, 500, counts.sum()).astype(np.int32)
+    live = zip(one.first_block_per_row[:, row], one.num_blocks_per_row[:, row], strict=True)
+    heads = [int(rng.integers(first, count + 1)) for first, count in live]
+    refused = set()
+    for tables in all_tables:
+        try:
+            match kind:
+                case "append":
+                    tables.append_row(row, ids)
+                case "add":
+                    tables.add_row(row, ids, starts)
+                case "clear":
+                    tables.clear_row(row)
+                case "move":
+                    tables.move_row(row, other)
+                case "swap":
+                    tables.swap_row(row, other)
+                case "drop":
+                    tables.drop_row_head(row, heads)
+                case "many":
+                    tables.append_rows([row, (row + 1) % NUM_ROWS], counts, many)
+            refused.add("")
+        except ValueError as error:
+            refused.add(str(error))
+    assert len(refused) == 1
+
+
+def random_step(rng: np.random.Generator) -> tuple[Work, int, int, list[int] | None]:
+    """Draw a batch: (row, scheduled, computed), padded sizes, tokens that only the device knows of."""
+    num_reqs = int(rng.integers(0, NUM_ROWS + 1))
+    most = int(rng.choice([1, 6]))
+    rows = rng.permutation(NUM_ROWS)[:num_reqs].tolist()
+    work = [(row, int(rng.integers(1, most + 1)), int(rng.integers(0, 16))) for row in rows]
+    size_r = int(rng.integers(num_reqs, NUM_ROWS + 1))
+    size_t = int(rng.integers(sum(w[1] for w in work), MAX_TOKENS + 1))
+    extra = rng.integers(0, 3, NUM_ROWS).tolist() if rng.random() < 0.4 else None
+    return work, size_r, size_t, extra
+
+
+def compare(paths: list[MultiGroupBlockTable], rng: np.random.Generator, share: tuple[int, ...], steps: int) -> None:
+    """Compare paths with the reference over a random history of row operations and steps."""
+    reference = Reference(*share)
+    for _ in range(steps):
+        for _ in range(int(rng.integers(0, 5))):
+            random_operation(rng, [reference.tables, *paths])
+        step = random_step(rng)
+        expected = reference.step(*step)
+        assert np.array_equal(reference.words.numpy(), reference.tables.arrays.words)
+        for tables in paths:
+            assert_equal(run(tables, *step), expected)
+            assert torch.equal(tables.words.cpu(), reference.words)
+
+
+@pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32), rank=st.integers(0, 3), interleave=st.sampled_from([1, 2]))
+def test_numpy_equals_the_loop(num_ranks: int, seed: int, rank: int, interleave: int) -> None:
+    """After any history, on any rank, the numpy path gives every output that the loop gives."""
+    share = num_ranks, rank % num_ranks, interleave
+    with pytest.MonkeyPatch.context() as patch:
+        # Chunks of 3 tokens are then mapped block by block.
+        patch.setattr("hybridkv_kernels.step_numpy._CHUNK_TOKENS", 3 if seed % 2 else 64)
+        compare([make(False, "cpu", *share)], np.random.default_rng(seed), share, 4)
+
+
+@pytest.mark.parametrize("share", [(1, 0, 1), (3, 2, 2)])
+def test_the_kernel_equals_the_loop(share: tuple[int, ...], device: torch.device) -> None:
+    """After a random history the kernel gives every output that the loop gives."""
+    compare([make(True, device, *share)], np.random.default_rng(share[0]), share, 8)
