@@ -36,6 +36,11 @@ class DirtySpans:
     num_payload: Int64
     source: Int64
 
+    @classmethod
+    def none(cls) -> "DirtySpans":
+        """Return no spans."""
+        return cls(*(np.empty(0, dtype=np.int64) for _ in range(5)))
+
 
 class WordChange(NamedTuple):
     """Some pairs' columns `[column[i], column[i] + counts[i])`, from `width` on round the ring: the words `flat`."""

@@ -249,7 +249,7 @@ class MultiGroupBlockTable(RowOperations):
         """Do the first half of `step`: pack and copy; what it returns is filled by `launch`.
 
         For engines that capture graphs: capture `launch` once for a pair of padded sizes, then stage every step of
-        these sizes and replay.
+        these sizes, replay and call `replayed`. What was staged and never launched travels again with the next step.
 
         Args, shapes, raises: as `step`
         """
@@ -284,6 +284,10 @@ class MultiGroupBlockTable(RowOperations):
         Launching the last staged step again changes nothing.
         """
         self._path.launch(step._outputs, step._extra_tokens)
+
+    def replayed(self) -> None:
+        """Take note that a graph with a captured `launch` was replayed on the current stream for the staged step."""
+        self._path.replayed()
 
     def block_table(self, group_id: int) -> torch.Tensor:
         """Return a group's committed table on the device.

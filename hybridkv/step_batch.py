@@ -58,7 +58,7 @@ class StepBatch:
         highest_row, most_computed = int(row_ids.view(np.uint64).max()), int(computed.view(np.uint64).max())
         if not (is_decode or scheduled.min() >= 1) or max(highest_row, most_computed) > INT64_MAX:
             raise ValueError("got a negative row or length or a row without tokens, expected at least one token a row")
-        longest = most_computed + 1 if is_decode else int(seq_lens.max())
+        longest = most_computed + 1 if is_decode else max(most_computed, int(seq_lens.max()))
         if highest_row > INT32_MAX or not all_distinct(row_ids):
             raise ValueError(f"rows: got {row_ids.tolist()}, expected distinct rows that fit int32")
         if longest > INT32_MAX or starts[-1] > INT32_MAX:

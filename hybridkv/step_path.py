@@ -36,6 +36,10 @@ class StepPath(Protocol):
         """Compute the staged step; on a GPU, on the current stream, which may be capturing."""
         ...
 
+    def replayed(self) -> None:
+        """Take note that a captured launch computes the staged step."""
+        ...
+
 
 class NumpyPath:
     """A step on the host: changed words go straight to the mirror."""
@@ -72,6 +76,9 @@ class NumpyPath:
         assert self._last is not None
         assert self._last[0] is outputs
         self._step.run(self._mirror, self._batch.rows, self._batch.computed, self._batch.num_tokens, self._last[1])
+
+    def replayed(self) -> None:
+        """Do nothing: there are no graphs on a CPU."""
 
 
 def _fill(target: NDArray[np.int32], values: NDArray[np.int64], padding: int) -> None:
@@ -130,13 +137,15 @@ class TritonPath:
         self._host = [_HostBuffer(num_words, device) for _ in range(2)]
         self._device = [_DeviceBuffer(num_words, device) for _ in range(1 if copy_stream is None else 2)]
         self._turn = 0
-        self._staged = arrays.take_dirty()
-        arrays.mark_again(self._staged)
+        self._staged, self._is_launched = DirtySpans.none(), True
         self._launches: dict[tuple[int, int, int], Launch] = {}
         self.num_words_copied, self.num_rounds = 0, 1
 
     def stage(self, batch: StepBatch, outputs: StepOutputs, _extra_tokens: torch.Tensor | None) -> None:
         """Copy a step's work, in extra rounds if more changed than the staging buffer holds."""
+        if not self._is_launched:
+            # What was staged before reached the buffer, which is packed anew, but not the tables.
+            self._arrays.mark_again(self._staged)
         spans = self._arrays.take_dirty()
         self.num_words_copied = self.num_rounds = 0
         try:
@@ -146,19 +155,23 @@ class TritonPath:
                 self._copy(part, StepBatch.of([], [], []))
                 self.launch(nothing, None)
             self._copy(last_part, batch)
-            self._staged = spans
+            self._staged, self._is_launched = spans, False
         except BaseException:
             self._arrays.mark_again(spans)
             raise
 
     def launch(self, outputs: StepOutputs, extra_tokens: torch.Tensor | None) -> None:
-        """Launch the kernel on what was staged last; launching it again changes nothing."""
+        """Launch the kernel on what was staged last; launching it again changes nothing.
+
+        What was staged and not launched, or failed to launch, travels again with the next step.
+        """
+        self._prepared(outputs, extra_tokens).run()
+        self.replayed()
+
+    def replayed(self) -> None:
+        """Take note that a captured launch of what was staged last is on the current stream."""
+        self._is_launched = True
         buffer = self._device[self._turn % len(self._device)]
-        try:
-            self._prepared(outputs, extra_tokens).run()
-        except BaseException:
-            self._arrays.mark_again(self._staged)
-            raise
         if buffer.consumed is not None and self._copy_stream is not None:
             buffer.consumed.record()
 

@@ -113,6 +113,7 @@ def test_every_token_has_the_row_and_position_of_its_range(
         (([0, 1], [1, 1], [0, 0]), (1, 0), "got 1 rows and 0 tokens for 2 rows and 2 tokens"),
         (([0, 1], [2, 1], [0, 0]), (2, 2), "got 2 rows and 2 tokens for 2 rows and 3 tokens"),
         (([0], [1], [2**31 - 1]), (0, 0), "2147483648 tokens"),
+        (([0], [2], [2**63 - 1]), (0, 0), "9223372036854775807 tokens"),
         (([0, 1], [2**30, 2**30], [0, 0]), (0, 0), "a batch of 2147483648 tokens"),
         (([0, 1], [1, 1], [0, 2**63 - 1]), (0, 0), "expected"),
     ],

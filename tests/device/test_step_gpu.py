@@ -62,6 +62,7 @@ def test_a_captured_launch_replays_with_any_batch_of_its_sizes() -> None:
         assert grow(host, step) == batch
         ours.stage(*batch, **sizes)
         graph.replay()
+        ours.replayed()
         host.step(*batch, **sizes)
         torch.cuda.synchronize()
         assert_equal(ours._outputs_of(BUCKET, BUCKET).arrays(), host._outputs_of(BUCKET, BUCKET).arrays())

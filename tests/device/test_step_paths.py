@@ -291,6 +291,26 @@ def test_a_step_may_be_launched_apart_from_its_copy(use_triton: bool, device: to
     assert values(staged) == expected
 
 
+@both_paths
+def test_what_was_staged_and_never_launched_travels_again(use_triton: bool, device: torch.device) -> None:
+    """A step interrupted between its copy and its launch loses nothing; one that was launched is not sent twice."""
+    tables = make(use_triton, device)
+    fill(tables)
+    tables.stage(*WORK)
+    tables.append_row(0, [[50], [], []])
+    tables.commit()
+    assert is_committed(tables)
+    tables.append_row(0, [[51], [], []])
+    tables.launch(tables.stage(*WORK))
+    tables.replayed()
+    tables.commit()
+    assert is_committed(tables)
+    if use_triton:
+        num_words = tables.num_words_copied
+        tables.commit()
+        assert tables.num_words_copied == num_words
+
+
 @pytest.mark.parametrize("rows", [[2], [2, 0], [0, 1, 2, 3]])
 @pytest.mark.parametrize("computed", [0, 5, 64])
 @pytest.mark.parametrize("lengths", [(256, 128), (259, 140)])
