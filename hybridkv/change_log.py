@@ -43,12 +43,11 @@ class DirtySpans:
 
 
 class WordChange(NamedTuple):
-    """Some pairs' columns `[column[i], column[i] + counts[i])`, from `width` on round the ring: the words `flat`."""
+    """Some pairs' columns `[column[i], column[i] + counts[i])`, past the width round the ring: the words `flat`."""
 
     pairs: Int64
     column: Int64
     counts: Int64 | int
-    widths: Int64
     flat: Int64
 
 
@@ -67,12 +66,15 @@ Change = WordChange | RectangleChange
 class ChangeLog:
     """Changes in order, those that are old as spans by pair.
 
+    Shapes: `pair_widths` [num_pairs] int64, the columns of each pair's row
+
     Attributes:
         changes: what was logged since the last `collapse`.
     """
 
-    def __init__(self, num_pairs: int) -> None:
+    def __init__(self, pair_widths: Int64) -> None:
         self.changes: list[Change] = []
+        self._pair_widths, num_pairs = pair_widths, len(pair_widths)
         self._low = np.full(num_pairs, INT32_MAX, dtype=np.int64)
         self._high = np.zeros(num_pairs, dtype=np.int64)
         self._is_dirty = np.zeros(num_pairs, dtype=np.bool_)
@@ -98,8 +100,9 @@ class ChangeLog:
                 self.mark(change.pairs, np.zeros_like(change.pairs), np.full_like(change.pairs, change.num_columns))
                 continue
             end = change.column + change.counts
-            wraps = end > change.widths
-            self.mark(change.pairs, np.where(wraps, 0, change.column), np.where(wraps, change.widths, end))
+            widths = self._pair_widths[change.pairs]
+            wraps = end > widths
+            self.mark(change.pairs, np.where(wraps, 0, change.column), np.where(wraps, widths, end))
         self.changes.clear()
 
     def mark(self, pairs: Int64, low: Int64, high: Int64) -> None:

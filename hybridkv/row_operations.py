@@ -7,7 +7,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hybridkv.block_table import BlockTable
 from hybridkv.table_arrays import TableArrays
-from hybridkv.units import INT32_MAX, all_distinct, below, int_array
+from hybridkv.units import INT32_MAX, distinct_bounds, int_array
 from hybridkv_kernels.constants import NULL_BLOCK_ID
 
 
@@ -155,11 +155,12 @@ class RowOperations:
     def _rows(self, rows: ArrayLike) -> NDArray[np.int64]:
         row_ids = int_array("rows", rows)
         num_rows = self.arrays.num_rows
-        if not below(row_ids, num_rows):
+        bounds = distinct_bounds(row_ids)
+        if bounds is None:
+            raise ValueError(f"rows: got {row_ids.tolist()}, expected distinct rows")
+        if bounds[0] < 0 or bounds[1] >= num_rows:
             wrong = row_ids[(row_ids < 0) | (row_ids >= num_rows)][0]
             raise ValueError(f"row: got {wrong}, expected 0..{num_rows - 1}")
-        if not all_distinct(row_ids):
-            raise ValueError(f"rows: got {row_ids.tolist()}, expected distinct rows")
         return row_ids
 
     def _check_blocks(

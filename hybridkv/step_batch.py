@@ -5,7 +5,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridkv.units import INT32_MAX, INT64_MAX, all_distinct, int_array
+from hybridkv.units import INT32_MAX, INT64_MAX, distinct_bounds, int_array
 
 _LONG_CHUNKS = 128
 """Tokens a row, on average, from which rows are written one by one."""
@@ -55,11 +55,12 @@ class StepBatch:
         # A sum as large as their number and no value above 1: all are 1, as in every decode.
         is_decode = max_query_len == 1 and starts[-1] == len(row_ids)
         # As unsigned numbers negative ones are the largest, so one pass finds both ends.
-        highest_row, most_computed = int(row_ids.view(np.uint64).max()), int(computed.view(np.uint64).max())
-        if not (is_decode or scheduled.min() >= 1) or max(highest_row, most_computed) > INT64_MAX:
+        most_computed, bounds = int(computed.view(np.uint64).max()), distinct_bounds(row_ids)
+        lowest_row, highest_row = bounds or (0, INT64_MAX)
+        if not (is_decode or scheduled.min() >= 1) or most_computed > INT64_MAX or lowest_row < 0:
             raise ValueError("got a negative row or length or a row without tokens, expected at least one token a row")
         longest = most_computed + 1 if is_decode else max(most_computed, int(seq_lens.max()))
-        if highest_row > INT32_MAX or not all_distinct(row_ids):
+        if highest_row > INT32_MAX:
             raise ValueError(f"rows: got {row_ids.tolist()}, expected distinct rows that fit int32")
         if longest > INT32_MAX or starts[-1] > INT32_MAX:
             raise ValueError(

@@ -109,7 +109,7 @@ class TableArrays:
         self._narrowest = int(self.widths.min())
         self._alike = _alike_groups(self.shapes)
         self._views = self.views(self.words)
-        self._log = ChangeLog(num_pairs)
+        self._log = ChangeLog(self._pair_widths)
 
     @property
     def num_groups(self) -> int:
@@ -151,15 +151,15 @@ class TableArrays:
         """
         start = self._count[pairs].astype(np.int64)
         end = start + counts
-        column, widths = start, self._pair_widths[pairs]
+        column = start
         fits = not len(end) or int(end.max()) <= self._narrowest
         if not fits:
             self.check_fit(pairs, self._first[pairs], end)
-            column = start % widths
+            column = start % self._pair_widths[pairs]
         flat = _runs(self._row_starts[pairs] + column, counts) if fits else self._flat(pairs, start, counts)
         self.words[flat] = block_ids
         self._count[pairs] = end
-        self._log.add(WordChange(pairs, column, counts, widths, flat))
+        self._log.add(WordChange(pairs, column, counts, flat))
 
     def set_rows(self, pairs: Int64, first: Int64, counts: Int64, block_ids: Int32) -> None:
         """Make `counts[i]` of the concatenated `block_ids` the ordinals from `first[i]` on of empty rows."""
@@ -294,7 +294,7 @@ class TableArrays:
         changes = self._log.take_changes()
         if not changes:
             pairs, low, high = self._log.take_spans()
-            changes = [WordChange(pairs, low, high - low, high, _runs(self._row_starts[pairs] + low, high - low))]
+            changes = [WordChange(pairs, low, high - low, _runs(self._row_starts[pairs] + low, high - low))]
         try:
             return self._copy_changes(changes, mirror, mirror_views)
         except BaseException:
@@ -327,10 +327,10 @@ class TableArrays:
         self._log.add(RectangleChange(view, pairs, rows, num_columns))
 
     def _take(self, pairs: Int64, start: Int64, counts: Int64) -> Int32:
-        flat, widths = self._flat(pairs, start, counts), self._pair_widths[pairs]
+        flat = self._flat(pairs, start, counts)
         ids: Int32 = self.words[flat]
         self.words[flat] = NULL_BLOCK_ID
-        self._log.add(WordChange(pairs, start % widths, counts, widths, flat))
+        self._log.add(WordChange(pairs, start % self._pair_widths[pairs], counts, flat))
         return ids
 
     def _flat(self, pairs: Int64, starts: Int64, counts: Int64 | int) -> Int64:

@@ -41,14 +41,14 @@ def int_array(name: str, values: ArrayLike) -> NDArray[np.int64]:
     return array.astype(np.int64)
 
 
-def below(values: NDArray[np.int64], bound: int) -> bool:
-    """Tell whether every value is in `[0, bound)`, in one pass: as unsigned numbers, negative ones are the largest."""
-    return not len(values) or int(values.view(np.uint64).max()) < bound
+def distinct_bounds(values: NDArray[np.int64]) -> tuple[int, int] | None:
+    """Return the lowest and the highest of distinct values, None if one occurs twice; (0, -1) without values.
 
-
-def all_distinct(values: NDArray[np.int64]) -> bool:
-    """Tell whether no value occurs twice; rising values, the usual order of rows, take no sort."""
-    return len(values) < 2 or bool((values[1:] > values[:-1]).all()) or np.unique(values).size == values.size
+    Rising values, the usual order of rows, take one pass.
+    """
+    if len(values) < 2 or bool((values[1:] > values[:-1]).all()):
+        return (int(values[0]), int(values[-1])) if len(values) else (0, -1)
+    return None if np.unique(values).size < values.size else (int(values.min()), int(values.max()))
 
 
 def check_integer(name: str, value: object, least: int = 1, most: int = INT64_MAX) -> int:

@@ -52,7 +52,7 @@ class _AlikeGroups:
         slots: Int64Array = np.multiply(entries, meta.block_size, out=out, dtype=np.int64)
         if meta.num_ranks == 1:
             slots += positions - ordinals * meta.block_size
-            if not entries.all():
+            if np.count_nonzero(entries) < entries.size:
                 slots[entries == NULL_BLOCK_ID] = PAD_SLOT_ID
         else:
             turns = (positions - ordinals * meta.span) // (meta.interleave * meta.num_ranks)
