@@ -27,14 +27,16 @@ class BatchGeometry:
 
     `max_query_len` and `max_seq_len` are upper bounds where the device knows of more computed tokens than the host.
 
+    Everything `*_cpu` is what the host knows, without tokens that only the device knows of, on every device.
+
     Shapes (R requests and T tokens, padding included):
-        rows                 [R] int32, table row of each batch position; -1 for padding
-        query_start_loc      [R+1] int32, token range of each batch position; flat in the padding
-        seq_lens             [R] int32, tokens in the cache after this step; 0 for padding
-        zero_start           [R] bool, nothing of the row is in the cache before this step; false for padding
-        num_computed_tokens  [R] int64 (host), tokens in the cache before this step
-        token_rows           [T] int32, table row of each token; -1 for padding
-        positions            [T] int64, position of each token in its sequence; 0 for padding
+        rows                     [R] int32, table row of each batch position; -1 for padding
+        query_start_loc          [R+1] int32, token range of each batch position; flat in the padding
+        seq_lens                 [R] int32, tokens in the cache after this step; 0 for padding
+        zero_start               [R] bool, nothing of the row is in the cache before this step; false for padding
+        token_rows               [T] int32, table row of each token; -1 for padding
+        positions                [T] int64, position of each token in its sequence; 0 for padding
+        num_computed_tokens_cpu  [R] int64, tokens in the cache before this step; 0 for padding
     """
 
     batch: StepBatch
@@ -113,7 +115,7 @@ class BatchGeometry:
 
     @cached_property
     def num_computed_tokens_cpu(self) -> NDArray[np.int64]:
-        """Return `num_computed_tokens`."""
+        """Return `[R]` int64: tokens in the cache before each batch position's step, 0 for padding."""
         return _padded(self.batch.computed, len(self.rows), 0, np.int64)
 
     @cached_property
@@ -128,8 +130,6 @@ class BatchGeometry:
 
     @cached_property
     def _tokens_cpu(self) -> tuple[NDArray[np.int32], NDArray[np.int64]]:
-        if self.positions.device.type == "cpu":
-            return self.token_rows.numpy(), self.positions.numpy()
         size = len(self.positions)
         token_rows, positions = np.empty(size, dtype=np.int32), np.empty(size, dtype=np.int64)
         self.batch.write_tokens(token_rows, positions)

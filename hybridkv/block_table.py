@@ -10,7 +10,7 @@ from numpy.typing import ArrayLike, NDArray
 
 from hybridkv.plan import SlotMappingMode
 from hybridkv.table_arrays import TableArrays, TableShape
-from hybridkv.units import INT32_MAX
+from hybridkv.units import INT32_MAX, distinct_bounds, int_array
 from hybridkv_kernels.constants import NULL_BLOCK_ID
 
 
@@ -95,8 +95,9 @@ class BlockTable:
         Raises: ValueError for a row that does not exist, ids that are not blocks, or more live blocks than the row is
             wide; the table is unchanged then.
         """
-        ids = self.check_ids(block_ids)
-        self.append_rows(self._one(row), np.array([len(ids)]), ids)
+        ids, pair = self.check_ids(block_ids), self._pair(row)
+        if len(ids):
+            self.arrays.append(pair, len(ids), ids)
 
     def add_row(self, row: int, block_ids: ArrayLike, first_block: int = 0) -> None:
         """Replace a row's content: `block_ids` become ordinals `first_block, first_block + 1, ...`.
@@ -104,21 +105,23 @@ class BlockTable:
         Raises: as `append_row`; the table is unchanged then.
         """
         ids = self.check_ids(block_ids)
-        pair = self._pair(row)
-        if not 0 <= first_block <= INT32_MAX - len(ids):
+        pair, first, counts = self._pair(row), int_array("first_block", [first_block]), np.array([len(ids)])
+        if not 0 <= first[0] <= INT32_MAX - len(ids):
             raise ValueError(f"first_block: got {first_block}, expected 0..{INT32_MAX - len(ids)}")
-        first, counts = np.array([first_block]), np.array([len(ids)])
         self.arrays.check_fit(pair, first, first + counts)
         self.arrays.clear(pair)
         self.arrays.set_rows(pair, first, counts, ids)
 
     def clear_row(self, row: int) -> NDArray[np.int32]:
         """Empty a row; return the ids it held, first ordinal first."""
-        return self.clear_rows(self._one(row))
+        return self.arrays.clear(self._pair(row))
 
     def drop_row_head(self, row: int, first_block: int) -> NDArray[np.int32]:
-        """Forget the ordinals below `first_block`; return their ids."""
-        return self.drop_rows_head(self._one(row), np.array([first_block]))
+        """Forget the ordinals below `first_block`; return their ids.
+
+        Raises: ValueError if the row has not so many ordinals; the table is unchanged then.
+        """
+        return self.drop_rows_head([row], [first_block])
 
     def move_row(self, source: int, target: int) -> None:
         """Move a row's content; the target's old content is forgotten and the source reads null afterwards."""
@@ -134,34 +137,36 @@ class BlockTable:
 
     # Operations on many rows at once
 
-    def append_rows(self, rows: NDArray[np.int64], counts: NDArray[np.int64], block_ids: NDArray[np.int32]) -> None:
+    def append_rows(self, rows: ArrayLike, counts: ArrayLike, block_ids: NDArray[np.int32]) -> None:
         """Append `counts[i]` of the concatenated `block_ids` to row `rows[i]`.
 
         Shapes: rows, counts [n] (rows distinct); block_ids [sum(counts)] int32
-        Raises: ValueError if a row would hold more live blocks than it is wide; the table is unchanged then.
+        Raises: ValueError for rows, counts or ids that are not of this form, or more live blocks than a row is wide;
+            the table is unchanged then.
         """
-        if len(block_ids) != counts.sum():
-            raise ValueError(f"block_ids: got {len(block_ids)} ids, expected {counts.sum()}, the sum of counts")
-        some = counts > 0  # also makes copies: what changed is remembered beyond the call
-        self.arrays.append(self.arrays.pairs(self.group, rows[some]), counts[some], block_ids)
+        pairs = self._pairs(rows)
+        append_some(self.arrays, pairs, check_blocks(counts, (len(pairs),), block_ids), block_ids)
 
-    def drop_rows_head(self, rows: NDArray[np.int64], first_blocks: NDArray[np.int64]) -> NDArray[np.int32]:
+    def drop_rows_head(self, rows: ArrayLike, first_blocks: ArrayLike) -> NDArray[np.int32]:
         """Forget in each row the ordinals below `first_blocks[i]`; return the ids, row by row.
 
-        Raises: ValueError if a row has not so many ordinals; the table is unchanged then.
+        Shapes: rows (distinct), first_blocks [n]
+        Raises: ValueError for rows that do not exist or occur twice, lists of unequal length, or if a row has not so
+            many ordinals; the table is unchanged then.
         """
-        beyond = np.flatnonzero(first_blocks > self.num_blocks_per_row[rows])
-        if beyond.size:
-            row = rows[beyond[0]]
-            raise ValueError(
-                f"first_block: got {first_blocks[beyond[0]]} for row {row}, which has "
-                f"{self.num_blocks_per_row[row]} ordinals"
-            )
-        return self.arrays.drop_head(self.arrays.pairs(self.group, rows), first_blocks)
+        pairs, firsts = self._pairs(rows), int_array("first_blocks", first_blocks)
+        if len(pairs) != len(firsts):
+            raise ValueError(f"first_blocks: got {len(firsts)} ordinals for {len(pairs)} rows")
+        check_drop(self.arrays, pairs, firsts)
+        return self.arrays.drop_head(pairs, firsts)
 
-    def clear_rows(self, rows: NDArray[np.int64]) -> NDArray[np.int32]:
-        """Empty rows; return the ids they held, row by row, first ordinal first."""
-        return self.arrays.clear(self.arrays.pairs(self.group, rows))
+    def clear_rows(self, rows: ArrayLike) -> NDArray[np.int32]:
+        """Empty rows; return the ids they held, row by row, first ordinal first.
+
+        Shapes: rows [n], distinct
+        Raises: ValueError for a row that does not exist or occurs twice.
+        """
+        return self.arrays.clear(self._pairs(rows))
 
     def live_mask(self) -> NDArray[np.bool_]:
         """Return `[num_rows, stride]`: whether a column holds a live ordinal."""
@@ -172,12 +177,6 @@ class BlockTable:
         return live
 
     # Checks
-
-    def check_drop(self, row: int, first_block: int) -> None:
-        """Raise ValueError if a row has no ordinal `first_block` and none before it to drop."""
-        count = self.num_blocks_per_row[self._one(row)[0]]
-        if not 0 <= first_block <= count:
-            raise ValueError(f"first_block: got {first_block} for row {row}, which has {count} ordinals")
 
     def check_ids(self, block_ids: ArrayLike) -> NDArray[np.int32]:
         """Return block ids as int32; raise ValueError unless they are a flat list of ids of at least 1."""
@@ -192,13 +191,71 @@ class BlockTable:
             )
         return ids.astype(np.int32, copy=False)
 
-    def _one(self, row: int) -> NDArray[np.int64]:
-        if not 0 <= row < self.num_rows:
-            raise ValueError(f"row: got {row}, expected 0..{self.num_rows - 1}")
-        return np.array([row])
-
     def _pair(self, row: int) -> NDArray[np.int64]:
-        return self.arrays.pairs(self.group, self._one(row))
+        return self._pairs([row])
+
+    def _pairs(self, rows: ArrayLike) -> NDArray[np.int64]:
+        return self.arrays.pairs(self.group, check_rows(rows, self.num_rows))
+
+
+def check_rows(rows: ArrayLike, num_rows: int) -> NDArray[np.int64]:
+    """Return rows of a table of `num_rows` as a new array.
+
+    Raises: ValueError for rows that are no flat list of integers, do not exist or occur twice.
+    """
+    row_ids = int_array("rows", rows)
+    bounds = distinct_bounds(row_ids)
+    if bounds is None:
+        raise ValueError(f"rows: got {row_ids.tolist()}, expected distinct rows")
+    if bounds[0] < 0 or bounds[1] >= num_rows:
+        wrong = row_ids[(row_ids < 0) | (row_ids >= num_rows)][0]
+        raise ValueError(f"row: got {wrong}, expected 0..{num_rows - 1}")
+    return row_ids
+
+
+def check_blocks(counts: ArrayLike, expected: tuple[int, ...], block_ids: NDArray[np.int32]) -> NDArray[np.int64] | int:
+    """Return how many of the concatenated `block_ids` each row takes, as a flat array or one number for all.
+
+    Raises: ValueError unless counts are integers of the `expected` shape and the ids as many, int32 and at least 1.
+    """
+    table = np.asarray(counts)
+    if table.shape != expected or table.dtype.kind not in "iu":
+        raise ValueError(f"counts: got {table.dtype} of shape {table.shape}, expected integers of shape {expected}")
+    fewest, most = (int(table.min()), int(table.max())) if table.size else (0, 0)
+    if fewest < 0 or most > INT32_MAX:
+        raise ValueError(f"counts: got {fewest}..{most}, expected 0..{INT32_MAX}")
+    total = most * table.size if most == fewest else int(table.sum())
+    if not isinstance(block_ids, np.ndarray):
+        raise ValueError(f"block_ids: got a {type(block_ids).__name__}, expected an int32 array of shape ({total},)")
+    if block_ids.dtype != np.int32 or block_ids.shape != (total,):
+        raise ValueError(
+            f"block_ids: got {block_ids.dtype} of shape {block_ids.shape}, expected int32 of shape ({total},), the "
+            "sum of counts"
+        )
+    if total and block_ids.min() <= NULL_BLOCK_ID:
+        raise ValueError(f"block_ids: got id {block_ids.min()}, expected at least 1; 0 is the null block")
+    return most if most == fewest else table.astype(np.int64).reshape(-1)
+
+
+def check_drop(arrays: TableArrays, pairs: NDArray[np.int64], first: NDArray[np.int64]) -> None:
+    """Raise ValueError if a pair has no ordinal `first[i]` and is not about to append it."""
+    count = arrays.count.reshape(-1)[pairs]
+    wrong = (first < 0) | (first > count)
+    if wrong.any():
+        index = int(wrong.argmax())
+        raise ValueError(
+            f"first_block: got {first[index]} for {arrays.name_pair(pairs[index])}, which has {count[index]} ordinals"
+        )
+
+
+def append_some(
+    arrays: TableArrays, pairs: NDArray[np.int64], counts: NDArray[np.int64] | int, ids: NDArray[np.int32]
+) -> None:
+    """Append to the pairs that get any block."""
+    if not isinstance(counts, int) and not counts.all():
+        pairs, counts = pairs[counts > 0], counts[counts > 0]
+    if len(ids):
+        arrays.append(pairs, counts, ids)
 
 
 def join_tables(tables: Sequence[BlockTable]) -> TableArrays:
@@ -206,7 +263,7 @@ def join_tables(tables: Sequence[BlockTable]) -> TableArrays:
 
     Tables that were not made together move into new arrays; they keep their content and stay usable.
 
-    Raises: ValueError without a table or for tables of unequal rows.
+    Raises: ValueError without a table, for tables of unequal rows, or for one that has a mirror of its own.
     """
     if not tables or len({table.num_rows for table in tables}) != 1:
         raise ValueError(f"tables: got {[t.num_rows for t in tables]} rows, expected at least one table, equal rows")
@@ -217,6 +274,8 @@ def join_tables(tables: Sequence[BlockTable]) -> TableArrays:
         raise ValueError(
             "tables: got tables that share their rows with others, expected all of a plan's or single ones"
         )
+    if any(table.arrays.consumer is not None for table in tables):
+        raise ValueError("tables: got one that is wrapped alone already, expected tables without a device mirror")
     joined = TableArrays(arrays.num_rows, [table.shape for table in tables])
     rows = np.arange(arrays.num_rows)
     for group, table in enumerate(tables):

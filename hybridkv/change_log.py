@@ -99,11 +99,14 @@ class ChangeLog:
             if isinstance(change, RectangleChange):
                 self.mark(change.pairs, np.zeros_like(change.pairs), np.full_like(change.pairs, change.num_columns))
                 continue
-            end = change.column + change.counts
-            widths = self._pair_widths[change.pairs]
-            wraps = end > widths
-            self.mark(change.pairs, np.where(wraps, 0, change.column), np.where(wraps, widths, end))
+            self.mark_run(change.pairs, change.column, change.counts)
         self.changes.clear()
+
+    def mark_run(self, pairs: Int64, column: Int64, counts: Int64 | int) -> None:
+        """Record that `counts[i]` columns from `column[i]` on changed, past the width round the ring."""
+        end, widths = column + counts, self._pair_widths[pairs]
+        wraps = end > widths
+        self.mark(pairs, np.where(wraps, 0, column), np.where(wraps, widths, end))
 
     def mark(self, pairs: Int64, low: Int64, high: Int64) -> None:
         """Record that the columns `[low[i], high[i])`, perhaps none, and the live ranges of pairs changed."""

@@ -66,15 +66,21 @@ class ChunkRows:
             block_size=block_size,
         )
 
-    def block_table(self, table: torch.Tensor) -> torch.Tensor:
+    def block_table(self, table: torch.Tensor, first: NDArray[np.int32], count: NDArray[np.int32]) -> torch.Tensor:
         """Gather the virtual rows' blocks from a group's committed table.
 
-        Shapes: table [num_rows, width] int32, ordinal j in column `j % width`; returns [V, blocks_per_chunk] int32,
-            null past the last key
+        The live ranges are the host's `first_block_per_row` and `num_blocks_per_row` of the group as they were when the
+        table was committed: in a ring, the column of an ordinal outside them holds another ordinal's block.
+
+        Shapes: table [num_rows, width] int32, ordinal j in column `j % width`; first, count [num_rows] int32, row r has
+            the ordinals `[first[r], count[r])`; returns [V, blocks_per_chunk] int32, null past the last key and where
+            the row has no block
         """
         columns = np.arange(self.blocks_per_chunk)
+        ordinals = self.first_ordinals[:, None] + columns
         live = columns * self.block_size < self.seq_lens[:, None]
-        ordinals = np.where(live, self.first_ordinals[:, None] + columns, 0)
+        live &= (ordinals >= first[self.rows, None]) & (ordinals < count[self.rows, None])
+        ordinals = np.where(live, ordinals, 0)
         rows, places, mask = (
             torch.from_numpy(array).to(table.device) for array in (self.rows[:, None], ordinals % table.shape[1], ~live)
         )

@@ -19,7 +19,7 @@ from hybridkv.batch import BatchGeometry
 from hybridkv.block_table import BlockTable, join_tables
 from hybridkv.limits import BatchLimits
 from hybridkv.manager import make_block_tables
-from hybridkv.page_index import CsrTable, IndexBuffer, LocalTable, PageIndexRequest, csr_table, local_table
+from hybridkv.page_index import CsrTable, IndexBuffer, LocalTable, PageIndexRequest, csr_table, host_pages, local_table
 from hybridkv.plan import CachePlan
 from hybridkv.planner import DEFAULT_BLOCK_SIZE, plan_cache
 from hybridkv.row_operations import RowOperations
@@ -27,9 +27,9 @@ from hybridkv.specs import ModelSpec
 from hybridkv.step_batch import StepBatch
 from hybridkv.step_path import NumpyPath, StepPath, TritonPath
 from hybridkv.table_arrays import TableArrays
+from hybridkv.units import INT32_MAX
 from hybridkv_kernels.constants import PAD_SLOT_ID
 from hybridkv_kernels.step_layout import IndexMeta
-from hybridkv_kernels.step_numpy import last_page_lens, local_lens
 from hybridkv_kernels.step_tables import StepOutputs
 
 _MAX_KEPT_SIZES = 64
@@ -39,11 +39,25 @@ _MAX_KEPT_SIZES = 64
 class ExtraTokens:
     """Tokens in the cache that the device knows of before the host does, such as accepted draft tokens.
 
-    Shapes: `num_tokens` [num_rows] int32 on the device, from 0 to `most` for every row of the batch.
+    Shapes: `num_tokens` [num_rows] int32 on the device, contiguous, from 0 to `most` for every row of the batch.
+    Raises: ValueError if `most` is negative or does not fit int32.
     """
 
     num_tokens: torch.Tensor
     most: int
+
+    def __post_init__(self) -> None:
+        if not 0 <= self.most <= INT32_MAX:
+            raise ValueError(f"extra tokens: got at most {self.most}, expected 0..{INT32_MAX}")
+
+    def check(self, num_rows: int, device: torch.device) -> None:
+        """Raise ValueError unless the tensor is what tables of `num_rows` on `device` read."""
+        got = self.num_tokens
+        if (got.dtype, got.shape, got.device) != (torch.int32, (num_rows,), device) or not got.is_contiguous():
+            raise ValueError(
+                f"extra tokens: got {got.dtype} of shape {tuple(got.shape)} and stride {got.stride()} on {got.device}, "
+                f"expected contiguous torch.int32 of shape ({num_rows},) on {device}"
+            )
 
 
 @dataclass(frozen=True)
@@ -67,7 +81,7 @@ class TableStep:
         Shapes: [width, R] int64; row `part * (1 + spec) + k` is checkpoint k of a part; -1 for padding or no block
         Raises: ValueError for a group that keeps tokens.
         """
-        begin = self._meta(group_id, "state_row", "keeps states").state_row
+        begin = self._meta(group_id, "state_row").state_row
         end = next((m.state_row for m in self._metas[group_id + 1 :] if m.state_row >= 0), None)
         return self._outputs.state_slots[begin:end]
 
@@ -76,7 +90,7 @@ class TableStep:
 
         Raises: ValueError if the tables were not made to write it.
         """
-        meta = self._meta(group_id, "table_at", "asked for a block table")
+        meta = self._meta(group_id, "table_at")
         return local_table(self._outputs.index, meta, len(self.geometry.rows))
 
     def csr(self, group_id: int) -> CsrTable:
@@ -84,9 +98,7 @@ class TableStep:
 
         Raises: ValueError if the tables were not made to write it.
         """
-        return csr_table(
-            self._outputs.index, self._meta(group_id, "indptr_at", "asked for CSR"), len(self.geometry.rows)
-        )
+        return csr_table(self._outputs.index, self._meta(group_id, "indptr_at"), len(self.geometry.rows))
 
     def csr_cpu(self, group_id: int) -> tuple[NDArray[np.int32], NDArray[np.int32]]:
         """Return `indptr` and `last_page_len` of `csr` on the host, for kernels that plan there.
@@ -96,20 +108,27 @@ class TableStep:
 
         Shapes: [R+1] int32, [R] int32
         """
-        self._meta(group_id, "indptr_at", "asked for CSR")
-        batch, size, meta = self.geometry.batch, len(self.geometry.rows), self._arrays.group_metas[group_id]
-        num_tokens = np.zeros(size, dtype=np.int64)
-        first = self._arrays.first[group_id, batch.rows].astype(np.int64)
-        num_tokens[: batch.num_reqs] = local_lens(meta, batch.seq_lens, first)
-        indptr = np.zeros(size + 1, dtype=np.int32)
-        (-(-num_tokens // meta.block_size)).cumsum(out=indptr[1:])
-        return indptr, last_page_lens(meta, num_tokens).astype(np.int32)
+        self._meta(group_id, "indptr_at")
+        batch, size = self.geometry.batch, len(self.geometry.rows)
+        indptr, last_page_len = np.zeros(size + 1, dtype=np.int32), np.zeros(size, dtype=np.int32)
+        num_pages, last_page_len[: batch.num_reqs] = host_pages(self._arrays, group_id, batch.rows, batch.seq_lens)
+        num_pages.cumsum(out=indptr[1 : batch.num_reqs + 1])
+        indptr[batch.num_reqs + 1 :] = indptr[batch.num_reqs]
+        return indptr, last_page_len
 
-    def _meta(self, group_id: int, place: str, has: str) -> IndexMeta:
+    def _meta(self, group_id: int, place: str) -> IndexMeta:
+        """Return a group's meta; raise ValueError unless it has this place."""
+        if not 0 <= group_id < len(self._metas):
+            raise ValueError(f"group: got {group_id}, expected 0..{len(self._metas) - 1}")
         meta = self._metas[group_id]
-        if getattr(meta, place) < 0:
-            raise ValueError(f"group {group_id}: got a group that never {has}; name it in page_indices")
-        return meta
+        if getattr(meta, place) >= 0:
+            return meta
+        if place == "state_row":
+            raise ValueError(f"group {group_id}: keeps tokens, whose slots are in slot_mapping; it has no states")
+        if meta.state_row >= 0:
+            raise ValueError(f"group {group_id}: keeps states, whose slots are in state_slots; it has no pages")
+        dialect = "csr" if place == "indptr_at" else "block_table"
+        raise ValueError(f"group {group_id}: never asked for {dialect}; name it in page_indices")
 
 
 class MultiGroupBlockTable(RowOperations):
@@ -117,6 +136,9 @@ class MultiGroupBlockTable(RowOperations):
 
     Row operations take one list of block ids per group and are atomic: if one group refuses, none changes. The rows of
     tables that a `CacheManager` made are changed by the manager's verbs only, which count their blocks.
+
+    Tables have one mirror: wrapping them again brings all that they hold to the new one and ends the old one, whose
+    `stage`, `step` and `commit` raise ValueError from then on.
 
     Attributes:
         tables: one `BlockTable` per group, in group order.
@@ -142,6 +164,8 @@ class MultiGroupBlockTable(RowOperations):
             page_indices: by group, what each step writes besides slots and states.
             use_triton: launch the kernel rather than compute in numpy; by default, on every device but a CPU.
             copy_stream: for the copies, beside the stream of the forward passes; by default they share one.
+
+        Raises: ValueError for tables of unequal rows, or of which some belong to others or are wrapped alone already.
         """
         super().__init__(tables, join_tables(tables))
         self.device = torch.device(device)
@@ -155,6 +179,9 @@ class MultiGroupBlockTable(RowOperations):
             self._path = TritonPath(self.arrays, self.words, self._index, max_num_batched_tokens, copy_stream)
         else:
             self._path = NumpyPath(self.arrays, self.words, self._index)
+        self._staged: TableStep | None = None
+        self._consumer = object()
+        self.arrays.attach(self._consumer)
 
     @classmethod
     def from_plan(
@@ -198,9 +225,12 @@ class MultiGroupBlockTable(RowOperations):
     def commit(self) -> None:
         """Bring the device's tables up to date without a batch; `step` does it for itself.
 
-        If it fails, what was to travel stays dirty.
+        If it fails, what was to travel stays dirty. A step that was staged and not launched must be staged again.
+
+        Raises: ValueError if the tables were wrapped again.
         """
-        nothing = self._outputs_of(0, 0)
+        self._check_owned()
+        nothing, self._staged = self._outputs_of(0, 0), None
         self._path.stage(StepBatch.of([], [], []), nothing, None)
         self._path.launch(nothing, None)
 
@@ -222,8 +252,8 @@ class MultiGroupBlockTable(RowOperations):
             extra: tokens in the cache beyond `num_computed_tokens`.
 
         Shapes: rows, num_scheduled_tokens, num_computed_tokens [num_reqs]
-        Raises: ValueError for a batch that `StepBatch.of` refuses, more rows or tokens than the tables were made for,
-            or a row they lack; nothing changes then.
+        Raises: ValueError for a batch that `StepBatch.of` refuses, more rows, tokens or pages than the tables were made
+            for, a row they lack, extra tokens of another form, or tables that were wrapped again; nothing changes then.
         """
         staged = self.stage(
             rows,
@@ -253,17 +283,14 @@ class MultiGroupBlockTable(RowOperations):
 
         Args, shapes, raises: as `step`
         """
+        self._check_owned()
         batch = StepBatch.of(rows, num_scheduled_tokens, num_computed_tokens)
         size_r, size_t = batch.padded_sizes(num_reqs_padded, num_tokens_padded)
-        num_rows = self.arrays.num_rows
-        if size_t > self.max_num_batched_tokens:
-            raise ValueError(f"batch: got {size_t} tokens, the tables were made for {self.max_num_batched_tokens}")
-        if batch.highest_row >= num_rows:
-            raise ValueError(f"batch: got row {batch.highest_row}, the tables have {num_rows} rows")
-        if size_r > num_rows:
-            raise ValueError(f"batch: got {size_r} batch positions, the tables have {num_rows} rows")
-        outputs = self._outputs_of(size_r, size_t)
         extra_tokens, most = (None, 0) if extra is None else (extra.num_tokens, extra.most)
+        self._check_batch(batch, size_r, size_t, most)
+        if extra is not None:
+            extra.check(self.arrays.num_rows, self.words.device)
+        outputs, self._staged = self._outputs_of(size_r, size_t), None
         self._path.stage(batch, outputs, extra_tokens)
         geometry = BatchGeometry(
             batch,
@@ -276,13 +303,20 @@ class MultiGroupBlockTable(RowOperations):
             outputs.token_rows,
             outputs.positions,
         )
-        return TableStep(geometry, outputs.slots, self.arrays, outputs, self._index.metas, extra_tokens)
+        self._staged = TableStep(geometry, outputs.slots, self.arrays, outputs, self._index.metas, extra_tokens)
+        return self._staged
 
     def launch(self, step: TableStep) -> None:
         """Compute a staged step, on the current stream, which may be capturing; nothing is allocated or read back.
 
         Launching the last staged step again changes nothing.
+
+        Raises: ValueError for any other step, whose work is no longer in the staging buffer.
         """
+        if step is not self._staged:
+            raise ValueError(
+                "step: got one that is not the last staged; stage it again, after `commit` too, then launch"
+            )
         self._path.launch(step._outputs, step._extra_tokens)
 
     def replayed(self) -> None:
@@ -305,6 +339,26 @@ class MultiGroupBlockTable(RowOperations):
             return table.entries[:, : table.width]
         mirror: NDArray[np.int32] = self.block_table(group_id).numpy()
         return mirror
+
+    def _check_owned(self) -> None:
+        if self.arrays.consumer is not self._consumer:
+            raise ValueError("tables: were taken over by a later MultiGroupBlockTable of the same tables; use that one")
+
+    def _check_batch(self, batch: StepBatch, size_r: int, size_t: int, most_extra: int) -> None:
+        """Raise ValueError for a padded batch that the tables were not made for."""
+        num_rows = self.arrays.num_rows
+        if size_t > self.max_num_batched_tokens:
+            raise ValueError(f"batch: got {size_t} tokens, the tables were made for {self.max_num_batched_tokens}")
+        if batch.highest_row >= num_rows:
+            raise ValueError(f"batch: got row {batch.highest_row}, the tables have {num_rows} rows")
+        if size_r > num_rows:
+            raise ValueError(f"batch: got {size_r} batch positions, the tables have {num_rows} rows")
+        if batch.max_seq_len + most_extra > INT32_MAX:
+            raise ValueError(
+                f"lengths: got a row of {batch.max_seq_len} tokens and {most_extra} extra ones, expected at most "
+                f"{INT32_MAX}: lengths on the device are int32"
+            )
+        self._index.check_room(batch.rows, batch.seq_lens + most_extra)
 
     def _allocate(self) -> StepOutputs:
         num_rows, num_tokens = self.arrays.num_rows, self.max_num_batched_tokens

@@ -3,9 +3,13 @@
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hybridkv._torch import torch
 from hybridkv.table_arrays import TableArrays
 from hybridkv_kernels.step_layout import IndexMeta
+from hybridkv_kernels.step_numpy import local_lens, page_counts
 
 
 @dataclass(frozen=True)
@@ -17,7 +21,8 @@ class PageIndexRequest:
             for a full-attention group it is as large as the block table itself.
         csr: the pages of all rows one after another, as FlashInfer reads them.
         pad_seq_len: what the table's lengths hold for padding, 0 or 1.
-        max_pages: room for the pages of a batch in CSR form; every column of every row by default.
+        max_pages: room for the pages of a batch in CSR form; every column of every row by default. A batch whose rows
+            hold more is refused.
     """
 
     block_table: bool = False
@@ -41,7 +46,8 @@ class LocalTable:
     Shapes (R batch positions, padding included):
         block_table      [R, width] int32, null where there is no block
         first_positions  [R] int32, the sequence's position of the table's first token; over all ranks
-        seq_lens         [R] int32, tokens from there on, of this rank; `pad_seq_len` for padding
+        seq_lens         [R] int32, tokens from there on, of this rank; `pad_seq_len` for padding. They follow from the
+                         batch: of a row that holds fewer blocks, the last of these tokens are in null blocks
     """
 
     block_table: torch.Tensor
@@ -51,7 +57,7 @@ class LocalTable:
 
 @dataclass(frozen=True)
 class CsrTable:
-    """One group's blocks in compressed rows.
+    """One group's blocks in compressed rows: those that a row's tokens need and the row holds.
 
     Shapes (R batch positions, padding included):
         indptr         [R+1] int32, where each row's blocks begin; flat in the padding
@@ -103,12 +109,39 @@ class IndexBuffer:
             if max(index.state_row, index.table_at, index.indptr_at) >= 0
         ]
         self.max_columns = max(widths, default=1)
+        self._arrays = arrays
+        # All other groups have room for whatever their rows hold.
+        self._tight = [
+            g for g, meta in enumerate(self.metas) if 0 < meta.num_indices < max_num_reqs * arrays.shapes[g].width
+        ]
+
+    def check_room(self, rows: NDArray[np.int64], seq_lens: NDArray[np.int64]) -> None:
+        """Raise ValueError if the pages of a batch do not fit a group's CSR."""
+        for group in self._tight:
+            num_pages = int(host_pages(self._arrays, group, rows, seq_lens)[0].sum())
+            room = self.metas[group].num_indices
+            if num_pages > room:
+                raise ValueError(
+                    f"page_indices: group {group}: got a batch of {num_pages} pages, max_pages is {room}; make tables "
+                    "with room for more, or schedule fewer rows"
+                )
 
     def _take(self, num_words: int) -> int:
         """Return where the next words begin; starts are multiples of 4 words, as vector loads like them."""
         begin = self.num_words
         self.num_words += -(-num_words // 4) * 4
         return begin
+
+
+def host_pages(
+    arrays: TableArrays, group: int, rows: NDArray[np.int64], seq_lens: NDArray[np.int64]
+) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    """Return how many pages rows of `seq_lens` tokens have in CSR, and the tokens in the last ones, as the host knows.
+
+    Shapes: rows, seq_lens [n] -> [n], [n]
+    """
+    meta, first = arrays.group_metas[group], arrays.first[group, rows].astype(np.int64)
+    return page_counts(meta, local_lens(meta, seq_lens, first), arrays.count[group, rows] - first)
 
 
 def local_table(words: torch.Tensor, meta: IndexMeta, num_reqs: int) -> LocalTable:

@@ -5,10 +5,9 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridkv.block_table import BlockTable
+from hybridkv.block_table import BlockTable, append_some, check_blocks, check_drop, check_rows
 from hybridkv.table_arrays import TableArrays
-from hybridkv.units import INT32_MAX, distinct_bounds, int_array
-from hybridkv_kernels.constants import NULL_BLOCK_ID
+from hybridkv.units import INT32_MAX, int_array
 
 
 class RowOperations:
@@ -45,7 +44,7 @@ class RowOperations:
         Raises: ValueError as `BlockTable.append_row`, or for a wrong number of lists; no group changes then.
         """
         counts, ids = self._check_lists(block_ids)
-        self._append(self._pairs([row]), counts, ids)
+        append_some(self.arrays, self._pairs([row]), counts, ids)
 
     def add_row(self, row: int, block_ids: Sequence[ArrayLike], first_blocks: Sequence[int] | None = None) -> None:
         """Replace a row in every group; group g's blocks become ordinals `first_blocks[g], ...` (0 by default).
@@ -76,11 +75,12 @@ class RowOperations:
 
         Raises: ValueError if a group's row has not so many ordinals; no group changes then.
         """
-        if len(first_blocks) != self.num_groups:
-            raise ValueError(f"first_blocks: got {len(first_blocks)} ordinals, expected {self.num_groups}")
-        for table, first_block in zip(self.tables, first_blocks, strict=True):
-            table.check_drop(row, first_block)
-        return [table.drop_row_head(row, first) for table, first in zip(self.tables, first_blocks, strict=True)]
+        pairs, firsts = self._pairs([row]), int_array("first_blocks", first_blocks)
+        if len(firsts) != self.num_groups:
+            raise ValueError(f"first_blocks: got {len(firsts)} ordinals, expected {self.num_groups}")
+        check_drop(self.arrays, pairs, firsts)
+        num_dropped = np.maximum(firsts - self.arrays.first[:, row], 0)
+        return np.split(self.arrays.drop_head(pairs, firsts), num_dropped.cumsum()[:-1])
 
     def move_row(self, source: int, target: int) -> None:
         """Move a row in every group; the source reads null afterwards."""
@@ -101,7 +101,7 @@ class RowOperations:
         Raises: ValueError for rows, counts or ids that are not of this form, or more blocks than a row is wide.
         """
         pairs = self._pairs(rows)
-        self._append(pairs, self._check_blocks(pairs, counts, block_ids), block_ids)
+        append_some(self.arrays, pairs, self._check_blocks(pairs, counts, block_ids), block_ids)
 
     def add_rows(self, rows: ArrayLike, counts: ArrayLike, block_ids: NDArray[np.int32]) -> None:
         """Replace many rows; their blocks become the ordinals from 0 on.
@@ -140,11 +140,6 @@ class RowOperations:
         self._rows(np.concatenate([from_rows, to_rows]))
         self.arrays.move_rows(from_rows, to_rows)
 
-    def _append(self, pairs: NDArray[np.int64], counts: NDArray[np.int64] | int, ids: NDArray[np.int32]) -> None:
-        if not isinstance(counts, int) and not counts.all():
-            pairs, counts = pairs[counts > 0], counts[counts > 0]
-        self.arrays.append(pairs, counts, ids)
-
     def _pairs(self, rows: ArrayLike) -> NDArray[np.int64]:
         """Return the pairs of some rows in all groups, group by group."""
         return self._pairs_of(self._rows(rows))
@@ -153,36 +148,12 @@ class RowOperations:
         return (self._group_starts + rows).reshape(-1)
 
     def _rows(self, rows: ArrayLike) -> NDArray[np.int64]:
-        row_ids = int_array("rows", rows)
-        num_rows = self.arrays.num_rows
-        bounds = distinct_bounds(row_ids)
-        if bounds is None:
-            raise ValueError(f"rows: got {row_ids.tolist()}, expected distinct rows")
-        if bounds[0] < 0 or bounds[1] >= num_rows:
-            wrong = row_ids[(row_ids < 0) | (row_ids >= num_rows)][0]
-            raise ValueError(f"row: got {wrong}, expected 0..{num_rows - 1}")
-        return row_ids
+        return check_rows(rows, self.arrays.num_rows)
 
     def _check_blocks(
         self, pairs: NDArray[np.int64], counts: ArrayLike, block_ids: NDArray[np.int32]
     ) -> NDArray[np.int64] | int:
-        """Return the blocks of each pair, one number if all get equally many."""
-        table = np.asarray(counts)
-        expected = self.num_groups, len(pairs) // self.num_groups
-        if table.shape != expected or table.dtype.kind not in "iu":
-            raise ValueError(f"counts: got {table.dtype} of shape {table.shape}, expected integers of shape {expected}")
-        fewest, most = (int(table.min()), int(table.max())) if table.size else (0, 0)
-        if fewest < 0:
-            raise ValueError(f"counts: got {fewest}, expected at least 0")
-        total = most * table.size if most == fewest else int(table.sum())
-        if block_ids.dtype != np.int32 or block_ids.shape != (total,):
-            raise ValueError(
-                f"block_ids: got {block_ids.dtype} of shape {block_ids.shape}, expected int32 of shape ({total},), the "
-                "sum of counts"
-            )
-        if total and block_ids.min() <= NULL_BLOCK_ID:
-            raise ValueError(f"block_ids: got id {block_ids.min()}, expected at least 1; 0 is the null block")
-        return most if most == fewest else table.astype(np.int64).reshape(-1)
+        return check_blocks(counts, (self.num_groups, len(pairs) // self.num_groups), block_ids)
 
     def _check_lists(self, block_ids: Sequence[ArrayLike]) -> tuple[NDArray[np.int64], NDArray[np.int32]]:
         if len(block_ids) != self.num_groups:

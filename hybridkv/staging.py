@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv.change_log import DirtySpans
+from hybridkv.plan import SlotMappingMode
 from hybridkv.step_batch import StepBatch
 from hybridkv.table_arrays import TableArrays
 from hybridkv_kernels.step_layout import HEADER_WORDS, RECORD_WORDS, Header, Record
@@ -16,7 +17,12 @@ _MIN_PAYLOAD_WORDS = 4096
 
 def staging_words(arrays: TableArrays, max_num_reqs: int, max_num_batched_tokens: int) -> int:
     """Return the words of a staging buffer: every row may change, and a full batch's new blocks fit."""
-    new_blocks = sum(max_num_batched_tokens // shape.block_size + max_num_reqs for shape in arrays.shapes)
+    new_blocks = 0
+    for shape in arrays.shapes:
+        if shape.mode is SlotMappingMode.NONE:  # a row's states come once, however many tokens it computes
+            new_blocks += max_num_reqs * shape.width
+        else:
+            new_blocks += max_num_batched_tokens // shape.block_size + max_num_reqs
     num_pairs = arrays.num_groups * arrays.num_rows
     fixed = _fixed_words(arrays.num_groups, max_num_reqs)
     return fixed + RECORD_WORDS * num_pairs + max(_MIN_PAYLOAD_WORDS, new_blocks)

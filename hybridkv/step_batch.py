@@ -49,13 +49,15 @@ class StepBatch:
         starts = np.zeros(len(row_ids) + 1, dtype=np.int64)
         if not len(row_ids):
             return cls(row_ids, starts, computed, computed, 0, 0, -1)
+        # As unsigned numbers negative ones are the largest, so one pass finds both ends.
+        max_query_len = int(scheduled.view(np.uint64).max())
+        most_computed, bounds = int(computed.view(np.uint64).max()), distinct_bounds(row_ids)
+        if INT32_MAX < max_query_len <= INT64_MAX:
+            raise ValueError(f"num_scheduled_tokens: got {max_query_len}, expected at most {INT32_MAX} a row")
         np.add.accumulate(scheduled, out=starts[1:])
         seq_lens = computed + scheduled
-        max_query_len = int(scheduled.max())
         # A sum as large as their number and no value above 1: all are 1, as in every decode.
         is_decode = max_query_len == 1 and starts[-1] == len(row_ids)
-        # As unsigned numbers negative ones are the largest, so one pass finds both ends.
-        most_computed, bounds = int(computed.view(np.uint64).max()), distinct_bounds(row_ids)
         lowest_row, highest_row = bounds or (0, INT64_MAX)
         if not (is_decode or scheduled.min() >= 1) or most_computed > INT64_MAX or lowest_row < 0:
             raise ValueError("got a negative row or length or a row without tokens, expected at least one token a row")
@@ -82,10 +84,10 @@ class StepBatch:
     def padded_sizes(self, num_reqs_padded: int, num_tokens_padded: int) -> tuple[int, int]:
         """Return the batch positions and tokens of the padded batch; 0 stands for no padding.
 
-        Raises: ValueError if a padded size is too small.
+        Raises: ValueError if a padded size is negative or too small.
         """
         num_reqs, num_tokens = self.num_reqs, self.num_tokens
-        if 0 < num_reqs_padded < num_reqs or 0 < num_tokens_padded < num_tokens:
+        if (num_reqs_padded and num_reqs_padded < num_reqs) or (num_tokens_padded and num_tokens_padded < num_tokens):
             raise ValueError(
                 f"padded sizes: got {num_reqs_padded} rows and {num_tokens_padded} tokens for {num_reqs} rows "
                 f"and {num_tokens} tokens"
@@ -107,7 +109,6 @@ class StepBatch:
                 token_rows[begin:end] = self.rows[i]
                 positions[begin:end] = np.arange(computed, computed + end - begin)
         else:
-            lengths = self.query_starts[1:] - self.query_starts[:-1]
             lengths = self.query_starts[1:] - self.query_starts[:-1]
             token_rows[:num_tokens] = self.rows.repeat(lengths)
             np.add(

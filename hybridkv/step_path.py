@@ -114,7 +114,8 @@ class TritonPath:
     Two host buffers take turns, so the host may pack the next step while the last copy is in flight. Copy and launch
     follow each other on one stream, so that one device buffer serves all steps and a captured launch reads the right
     one. With a copy stream the copy may run beside the forward pass before: then two device buffers take turns, a
-    launch waits for its copy, and a copy for the launch that last read its buffer.
+    launch waits for its copy, and a copy for the launch that last read its buffer. A graph would freeze one of the two,
+    so capturing a launch is refused then.
     """
 
     def __init__(
@@ -163,8 +164,16 @@ class TritonPath:
     def launch(self, outputs: StepOutputs, extra_tokens: torch.Tensor | None) -> None:
         """Launch the kernel on what was staged last; launching it again changes nothing.
 
-        What was staged and not launched, or failed to launch, travels again with the next step.
+        What was staged and not launched, or failed to launch, travels again with the next step. A captured launch keeps
+        its padded sizes, whether there were extra tokens, and their tensor's address: replay it for steps like that.
+
+        Raises: RuntimeError on a stream that is capturing, for tables with a copy stream.
         """
+        if self._copy_stream is not None and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(
+                "launch: got a stream that is capturing and tables with a copy stream, whose steps alternate between "
+                "two buffers while a graph keeps one; make the tables without copy_stream"
+            )
         self._prepared(outputs, extra_tokens).run()
         self.replayed()
 
@@ -173,7 +182,7 @@ class TritonPath:
         self._is_launched = True
         buffer = self._device[self._turn % len(self._device)]
         if buffer.consumed is not None and self._copy_stream is not None:
-            buffer.consumed.record()
+            buffer.consumed.record(torch.cuda.current_stream(self._words.device))
 
     def _prepared(self, outputs: StepOutputs, extra_tokens: torch.Tensor | None) -> Launch:
         """Return the launch for these outputs; without extra tokens its arguments are the same every time."""
@@ -199,8 +208,8 @@ class TritonPath:
 
     def _copy(self, spans: DirtySpans, batch: StepBatch) -> None:
         """Pack a step and copy it; what follows on the current stream sees it."""
-        self._turn = (self._turn + 1) % 2
-        host, on_device = self._host[self._turn], self._device[self._turn % len(self._device)]
+        turn = (self._turn + 1) % 2
+        host, on_device = self._host[turn], self._device[turn % len(self._device)]
         if host.copied is not None:
             host.copied.synchronize()  # the host overwrites what that copy read
         num_words = pack(self._arrays, spans, batch, host.words)
@@ -208,7 +217,7 @@ class TritonPath:
         if self._copy_stream is None:
             target.copy_(source, non_blocking=True)
             if host.copied is not None:
-                host.copied.record()
+                host.copied.record(torch.cuda.current_stream(self._words.device))
         else:
             assert host.copied is not None
             assert on_device.consumed is not None
@@ -217,5 +226,6 @@ class TritonPath:
                 target.copy_(source, non_blocking=True)
                 host.copied.record(self._copy_stream)
             torch.cuda.current_stream(self._words.device).wait_event(host.copied)
+        self._turn = turn  # not before: until the copy was issued, launches read the last one
         self.num_words_copied += num_words
         self.num_rounds += 1

@@ -11,7 +11,7 @@ A full-attention row is the same with a width that never wraps. One int32 array 
     words = | entries of group 0 [num_rows, stride] | ... | of group G-1 | first [G, num_rows] | count [G, num_rows] |
 
 The host array is the authority. Every operation logs what it wrote; `take_dirty` hands over one span a row and group,
-into which repeated and overlapping operations fall together.
+into which repeated and overlapping operations fall together. The log is for one mirror, that of the last `attach`.
 """
 
 from collections.abc import Sequence
@@ -84,6 +84,9 @@ class TableArrays:
         first   [num_groups, num_rows] int32, the first live ordinal; a view
         count   [num_groups, num_rows] int32, the ordinal after the last live one: the next to append; a view
         widths, strides, offsets  [num_groups] int64: columns a row, words a row, where a group's entries begin
+
+    Attributes:
+        consumer: what `attach` named last, None without a mirror.
     """
 
     def __init__(self, num_rows: int, shapes: Sequence[TableShape]) -> None:
@@ -110,6 +113,7 @@ class TableArrays:
         self._alike = _alike_groups(self.shapes)
         self._views = self.views(self.words)
         self._log = ChangeLog(self._pair_widths)
+        self.consumer: object | None = None
 
     @property
     def num_groups(self) -> int:
@@ -131,6 +135,15 @@ class TableArrays:
             for g, shape in enumerate(self.shapes)
         ]
 
+    def attach(self, consumer: object) -> None:
+        """Let a new mirror, which reads null, take what changes from now on: every row that is not empty is dirty."""
+        self._log = ChangeLog(self._pair_widths)
+        pairs = np.flatnonzero(self._count)
+        if pairs.size:
+            first = self._first[pairs].astype(np.int64)
+            self._log.mark_run(pairs, first % self._pair_widths[pairs], self._count[pairs] - first)
+        self.consumer = consumer
+
     def pairs(self, group: int, rows: Int64) -> Int64:
         """Return the pairs of one group's rows."""
         return rows + group * self.num_rows
@@ -147,7 +160,7 @@ class TableArrays:
     def append(self, pairs: Int64, counts: Int64 | int, block_ids: Int32) -> None:
         """Append `counts[i]` of the concatenated `block_ids` to each pair, or equally many.
 
-        Raises: ValueError if a row would hold more live blocks than it is wide; nothing changes then.
+        Raises: ValueError if a row would hold more live blocks than it is wide, or pass int32; nothing changes then.
         """
         start = self._count[pairs].astype(np.int64)
         end = start + counts
@@ -177,7 +190,11 @@ class TableArrays:
 
     def clear_rows(self, rows: Int64) -> Int32:
         """Empty rows in all groups; return the ids they held, group by group, row by row, first ordinal first."""
-        first, count = self.first[:, rows], self.count[:, rows]
+        count = self.count[:, rows]
+        used = count.any(axis=0)
+        if not used.all():
+            rows, count = rows[used], count[:, used]
+        first = self.first[:, rows]
         from_zero, parts = not first.any(), []
         for view, groups in enumerate(self._alike):
             most, entries = self._columns(view, count[groups]), self._views[view]
@@ -220,6 +237,9 @@ class TableArrays:
 
     def clear(self, pairs: Int64) -> Int32:
         """Empty rows; return the ids they held, pair by pair, first ordinal first."""
+        used = self._count[pairs] > 0
+        if not used.all():
+            pairs = pairs[used]
         start = self._first[pairs].astype(np.int64)
         ids = self._take(pairs, start, self._count[pairs] - start)
         self._first[pairs] = 0
@@ -261,15 +281,23 @@ class TableArrays:
         if (end <= widths).all():
             return
         num_columns = np.where(self._pair_is_ring[pairs], end - first, end)
-        if (num_columns <= widths).all():
-            return
-        index = int((num_columns > widths).argmax())
-        group, row = divmod(int(pairs[index]), self.num_rows)
-        name = f"row {row}" if self.num_groups == 1 else f"group {group} row {row}"
-        raise ValueError(
-            f"{name}: would hold {num_columns[index]} blocks, it is {widths[index]} wide; drop blocks from its head "
-            "first if it has a window, or plan for longer sequences"
-        )
+        too_many = num_columns > widths
+        if too_many.any():
+            index = int(too_many.argmax())
+            raise ValueError(
+                f"{self.name_pair(pairs[index])}: would hold {num_columns[index]} blocks, it is {widths[index]} wide; "
+                "drop blocks from its head first if it has a window, or plan for longer sequences"
+            )
+        if int(end.max()) > INT32_MAX:
+            index = int(end.argmax())
+            raise ValueError(
+                f"{self.name_pair(pairs[index])}: would reach ordinal {end[index]}, expected {INT32_MAX} at most"
+            )
+
+    def name_pair(self, pair: np.int64) -> str:
+        """Return how an error names a pair."""
+        group, row = divmod(int(pair), self.num_rows)
+        return f"row {row}" if self.num_groups == 1 else f"group {group} row {row}"
 
     def take_dirty(self) -> DirtySpans:
         """Return what changed since the last call, and forget it."""

@@ -26,7 +26,18 @@ _R = TypeVar("_R")
 KernelArg: TypeAlias = "torch.Tensor | int | float | None"
 Grid: TypeAlias = tuple[int, int, int]
 
-__all__ = ["Grid", "KernelArg", "Launch", "has_triton", "is_interpreted", "jit", "next_power_of_2", "tl", "triton"]
+__all__ = [
+    "Grid",
+    "KernelArg",
+    "Launch",
+    "constant",
+    "has_triton",
+    "is_interpreted",
+    "jit",
+    "next_power_of_2",
+    "tl",
+    "triton",
+]
 
 
 def has_triton() -> bool:
@@ -44,6 +55,11 @@ def jit(function: Callable[_P, _R]) -> Callable[_P, _R]:
     if triton is None:
         return function
     return cast("Callable[_P, _R]", triton.jit(function))
+
+
+def constant(value: int) -> int:
+    """Return what a kernel may read as a module's constant; a change of it compiles the kernel anew."""
+    return value if tl is None else cast("int", tl.constexpr(int(value)))
 
 
 def next_power_of_2(value: int) -> int:

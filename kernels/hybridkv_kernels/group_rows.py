@@ -161,7 +161,10 @@ def load_entries(
     ordinal: tl.tensor,
     NULL_BLOCK: tl.constexpr,
 ) -> tl.tensor:
-    """Return the block ids int64 of ordinals int64 (>= 0), the null block's if not in use; `row`.. from `load_rows`."""
+    """Return the block ids int64 of ordinals int64, the null block's if not in use; `row`.. from `load_rows`.
+
+    An ordinal may be -1, the one before the first.
+    """
     in_use = (ordinal >= first) & (ordinal < end)
-    address = words_ptr + table_offset + row * row_stride + ordinal % width
+    address = words_ptr + table_offset + row * row_stride + tl.maximum(ordinal, 0) % width
     return tl.load(address, mask=in_use, other=NULL_BLOCK).to(tl.int64)

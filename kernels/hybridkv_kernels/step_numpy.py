@@ -17,7 +17,7 @@ from hybridkv_kernels.group_meta import GroupMeta
 from hybridkv_kernels.step_layout import IndexMeta
 from hybridkv_kernels.step_reference import StepArrays
 
-__all__ = ["NumpyStep", "last_page_lens", "local_lens"]
+__all__ = ["NumpyStep", "local_lens", "page_counts"]
 
 Int32Array: TypeAlias = npt.NDArray[np.int32]
 Int64Array: TypeAlias = npt.NDArray[np.int64]
@@ -176,16 +176,15 @@ class NumpyStep:
             _fill(out.index[index.first_at :][:size], first * meta.span, 0)
             _fill(out.index[index.len_at :][:size], num_tokens, index.pad_seq_len)
         if index.indptr_at >= 0:
-            num_pages = -(-num_tokens // meta.block_size)
+            num_pages, last_page_lens = page_counts(meta, num_tokens, count - first)
             ends = num_pages.cumsum()
             total = int(ends[-1]) if num_reqs else 0
             out.index[index.indptr_at] = 0
             _fill(out.index[index.indptr_at + 1 :][:size], ends, total)
             ordinals = np.arange(total) + np.repeat(first - ends + num_pages, num_pages)
             pages = words.take(_addresses(meta, np.repeat(rows, num_pages), ordinals))
-            pages = np.where(ordinals < np.repeat(count, num_pages), pages, NULL_BLOCK_ID)[: index.num_indices]
-            out.index[index.indices_at :][: len(pages)] = pages
-            _fill(out.index[index.last_at :][:size], last_page_lens(meta, num_tokens), 0)
+            out.index[index.indices_at :][: min(total, index.num_indices)] = pages[: index.num_indices]
+            _fill(out.index[index.last_at :][:size], last_page_lens, 0)
 
 
 def local_lens(meta: GroupMeta, seq_lens: Int64Array, first: Int64Array) -> Int64Array:
@@ -197,10 +196,14 @@ def local_lens(meta: GroupMeta, seq_lens: Int64Array, first: Int64Array) -> Int6
     return lens
 
 
-def last_page_lens(meta: GroupMeta, num_tokens: Int64Array) -> Int64Array:
-    """Return the tokens `[n]` in the last blocks of rows of `num_tokens` tokens, 0 for a row without blocks."""
-    lens: Int64Array = np.where(num_tokens > 0, (num_tokens - 1) % meta.block_size + 1, 0)
-    return lens
+def page_counts(meta: GroupMeta, num_tokens: Int64Array, num_held: Int64Array) -> tuple[Int64Array, Int64Array]:
+    """Return the blocks `[n]` that rows of `num_tokens` tokens hold for them, and the tokens `[n]` in the last ones.
+
+    Rows hold `num_held` [n] blocks; the last one is full where they are too few, and empty is a row without any.
+    """
+    num_pages: Int64Array = np.minimum(-(-num_tokens // meta.block_size), num_held)
+    last_page_lens = np.minimum(num_tokens - (num_pages - 1) * meta.block_size, meta.block_size)
+    return num_pages, np.where(num_pages > 0, last_page_lens, 0)
 
 
 def _addresses(meta: GroupMeta, rows: Int64Array, ordinals: Int64Array) -> Int64Array:

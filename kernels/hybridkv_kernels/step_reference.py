@@ -154,13 +154,14 @@ def _write_csr(
     out.index[index.last_at :][: len(out.rows)] = 0
     total = 0
     for i, request in enumerate(requests):
-        first = words[meta.first_offset + request.row]
-        num_tokens = _local_len(meta, request, first)
-        num_pages = -(-num_tokens // meta.block_size)
+        live = meta.live_ordinals(words, request.row)
+        num_tokens = _local_len(meta, request, live.start)
+        num_pages = min(-(-num_tokens // meta.block_size), len(live))
         out.index[index.indptr_at + i] = total
         for page in range(num_pages):
             if total + page < index.num_indices:
-                out.index[index.indices_at + total + page] = meta.entry(words, request.row, first + page)
+                out.index[index.indices_at + total + page] = meta.entry(words, request.row, live.start + page)
         total += num_pages
-        out.index[index.last_at + i] = num_tokens - (num_pages - 1) * meta.block_size if num_pages else 0
+        last_page_len = min(num_tokens - (num_pages - 1) * meta.block_size, meta.block_size)
+        out.index[index.last_at + i] = last_page_len if num_pages else 0
     out.index[index.indptr_at + len(requests) :][: len(out.rows) + 1 - len(requests)] = total

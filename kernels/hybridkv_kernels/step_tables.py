@@ -8,7 +8,8 @@ Contract, for the staging buffer of `step_layout` with n live batch positions of
     state_slots  [column, i]: the block of a state group's row i in that column, PAD_SLOT_ID for none
     table        [i, k]: the block of ordinal first + k of a row, the null block where that is not live; the first
                  position it holds; this rank's tokens from there on
-    csr          indptr, the blocks of all rows one after another, the tokens in each row's last block
+    csr          indptr, the blocks that rows hold for this rank's tokens from ordinal first on, one row after another,
+                 the tokens in each row's last one: all of a block where the row holds none for later tokens
 Padding
     tokens: row -1, position 0, slot -1; batch positions: row -1, seq_len 0, query_start_loc flat, states -1, blocks
     null, no pages, `pad_seq_len` tokens
@@ -24,7 +25,8 @@ Invariants
     I1  records, sorted by group and row, are distinct, lie in their rows and hold final values
     I2  rows in the batch are distinct, in [0, num_rows); query starts rise
     I3  0 <= first <= count <= first + width; columns that are not live read null
-    I4  CSR has room for all pages, whose blocks are live; indices that do not fit are left out
+    I4  CSR has room for all pages; indices that do not fit are left out
+    I5  the staged batch fits R and T; of one that does not, nothing lands outside the outputs
 
 Grid: (num_rows + T // BLOCK + R + 1 + (R + 1) * COLUMN_TILES, G): a program applies a record, maps a tile of tokens or
 indexes a batch position. It depends on the padded sizes only, so a captured graph replays with any batch that fits.
@@ -40,7 +42,6 @@ import torch
 from hybridkv_kernels._checks import expect, expect_one_device, expect_tensor
 from hybridkv_kernels._step_kernel import step_kernel
 from hybridkv_kernels._triton import Launch
-from hybridkv_kernels.constants import PAD_SLOT_ID
 from hybridkv_kernels.group_meta import NUM_META_COLUMNS, GroupMeta
 from hybridkv_kernels.step_layout import HEADER_WORDS, NUM_INDEX_COLUMNS, RECORD_WORDS, Header, Record
 from hybridkv_kernels.step_reference import StepArrays, step_reference
@@ -98,7 +99,7 @@ def check_step(
     out: StepOutputs,
     num_rows: int,
 ) -> None:
-    """Check the invariants I1 and I2 and that the batch fits the outputs; syncs, for tests and debugging.
+    """Check the invariants I1, I2 and I5; syncs, for tests and debugging.
 
     Shapes, dtypes: as in the module's contract.
     Raises: ValueError naming the argument, what was expected, what was given.
@@ -197,11 +198,7 @@ def prepare_step(
             out.slots.stride(0),
         ),
         options={
-            "META_COLUMNS": NUM_META_COLUMNS,
-            "INDEX_COLUMNS": NUM_INDEX_COLUMNS,
-            "RECORD_WORDS": RECORD_WORDS,
             "HAS_EXTRA": extra_tokens is not None,
-            "PAD": PAD_SLOT_ID,
             "COLUMN_TILES": column_tiles,
             "BLOCK": _BLOCK,
             "num_warps": 4,

@@ -116,6 +116,11 @@ def test_every_token_has_the_row_and_position_of_its_range(
         (([0], [2], [2**63 - 1]), (0, 0), "9223372036854775807 tokens"),
         (([0, 1], [2**30, 2**30], [0, 0]), (0, 0), "a batch of 2147483648 tokens"),
         (([0, 1], [1, 1], [0, 2**63 - 1]), (0, 0), "expected"),
+        (([0, 1], [2**63 - 1] * 2, [1, 1]), (0, 0), "got 9223372036854775807, expected at most 2147483647 a row"),
+        (([0], [2**31], [0]), (0, 0), "num_scheduled_tokens: got 2147483648"),
+        (([0, 1, 2], [1, -(2**63), 2 - 2**63], [0, 0, 0]), (0, 0), "at least one token a row"),
+        (([0], [1], [0]), (-3, 0), "got -3 rows and 0 tokens for 1 rows"),
+        (([], [], []), (0, -1), "got 0 rows and -1 tokens for 0 rows"),
     ],
 )
 def test_bad_batches_are_refused(args: tuple[list[int], ...], padded: tuple[int, int], message: str) -> None:

@@ -8,7 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridkv.block_table import BlockTable
 from hybridkv.chunk_rows import ChunkRows
+from hybridkv.multi_group import MultiGroupBlockTable
+from hybridkv.plan import SlotMappingMode
 from hybridkv.step_batch import StepBatch
 from hybridkv_kernels.paged_attention_reference import AttentionParams, PagedBatch, paged_attention_reference
 
@@ -24,8 +27,23 @@ def test_the_rows_drawn_in_the_module() -> None:
     assert rows.seq_lens.tolist() == [8, 8, 3, 5]
     assert rows.first_ordinals.tolist() == [0, 2, 4, 4]
     table = torch.arange(1, 25, dtype=torch.int32).view(3, 8)
-    assert rows.block_table(table).tolist() == [[17, 18], [19, 20], [21, 0], [5, 6]]
-    assert ChunkRows.of(StepBatch.of([], [], []), CHUNK, BLOCK).block_table(table).shape == (0, 2)
+    live = np.zeros(3, dtype=np.int32), np.full(3, 8, dtype=np.int32)
+    # Row 0 decodes at position 20, in its chunk of positions 16..23.
+    assert rows.block_table(table, *live).tolist() == [[17, 18], [19, 20], [21, 0], [5, 6]]
+    assert ChunkRows.of(StepBatch.of([], [], []), CHUNK, BLOCK).block_table(table, *live).shape == (0, 2)
+
+
+def test_dead_blocks_of_a_ring_are_null() -> None:
+    """In a ring that wrapped, ordinals dropped or not yet there are null, not the block that now has their column."""
+    ring = BlockTable(2, 3, BLOCK, SlotMappingMode.SLIDING_WINDOW)
+    ring.add_row(1, [14, 15, 16], 4)  # ordinals 4..6 in columns 1, 2, 0
+    tables = MultiGroupBlockTable([ring], 32)
+    tables.commit()
+    # Positions 12..30: the chunks of ordinals 2..3 (dead), 4..5 (live), 6..7 (the second is not there).
+    rows = ChunkRows.of(StepBatch.of([1], [19], [12]), CHUNK, BLOCK)
+    assert rows.first_ordinals.tolist() == [2, 4, 6]
+    live = ring.first_block_per_row, ring.num_blocks_per_row
+    assert rows.block_table(tables.block_table(0), *live).tolist() == [[0, 0], [14, 15], [16, 0]]
 
 
 def test_a_chunk_must_be_whole_blocks() -> None:
@@ -61,5 +79,6 @@ def test_causal_attention_over_virtual_rows_is_chunked_attention(work: list[tupl
         return out
 
     expected = attend(table, batch.query_starts, batch.seq_lens, CHUNK)
-    got = attend(rows.block_table(table), rows.query_start_loc, rows.seq_lens, None)
+    live = np.zeros(len(work), dtype=np.int32), np.full(len(work), width, dtype=np.int32)
+    got = attend(rows.block_table(table, *live), rows.query_start_loc, rows.seq_lens, None)
     assert torch.equal(got, expected)

@@ -13,9 +13,10 @@ from hypothesis import strategies as st
 from hybridkv.block_table import BlockTable
 from hybridkv.errors import SpecError
 from hybridkv.manager import CacheManager
-from hybridkv.multi_group import MultiGroupBlockTable
+from hybridkv.multi_group import ExtraTokens, MultiGroupBlockTable
 from hybridkv.page_index import PageIndexRequest
 from hybridkv.plan import SlotMappingMode
+from hybridkv.table_arrays import TableShape
 from tests.models import chunked_and_full, gemma_like, limits, plan_slabs, snapshot, state_and_attention
 
 FULL, RING, NONE = SlotMappingMode.FULL, SlotMappingMode.SLIDING_WINDOW, SlotMappingMode.NONE
@@ -89,7 +90,7 @@ def test_states_have_a_slot_a_column_and_batch_position(device: torch.device) ->
     assert step.state_slots(0).tolist() == [[5, 4, -1], [6, -1, -1]]
     assert step.state_slots(2).tolist() == [[7, -1, -1], [8, -1, -1], [9, -1, -1]]
     assert step.state_slots(0).dtype == torch.int64
-    with pytest.raises(ValueError, match="group 1: got a group that never keeps states"):
+    with pytest.raises(ValueError, match="group 1: keeps tokens, whose slots are in slot_mapping"):
         step.state_slots(1)
 
 
@@ -106,9 +107,16 @@ def test_only_the_page_indices_that_were_asked_for_are_there(device: torch.devic
     assert csr.last_page_len.tolist() == [2, 0]
     assert local.block_table.tolist() == [[8, 9, 0], [0, 0, 0]]
     assert (local.first_positions.tolist(), local.seq_lens.tolist()) == ([2, 0], [4, 0])
-    for call in (lambda: step.csr(1), lambda: step.local_table(0), lambda: step.csr(2)):
+    for call in (lambda: step.csr(1), lambda: step.csr_cpu(1), lambda: step.local_table(0)):
         with pytest.raises(ValueError, match="name it in page_indices"):
             call()
+    for call in (lambda: step.csr(2), lambda: step.local_table(2)):
+        with pytest.raises(ValueError, match="group 2: keeps states, whose slots are in state_slots"):
+            call()
+    for read in (step.csr, step.csr_cpu, step.local_table, step.state_slots):
+        for group in (-1, 3):
+            with pytest.raises(ValueError, match=rf"group: got {group}, expected 0\.\.2"):
+                read(group)
     for group, message in ((2, "group 2 keeps states"), (3, r"got group 3, the groups are 0\.\.2")):
         with pytest.raises(ValueError, match=message):
             MultiGroupBlockTable(groups, 16, device, page_indices={group: PageIndexRequest(csr=True)})
@@ -200,7 +208,9 @@ REFUSED: list[tuple[str, Callable[[MultiGroupBlockTable], object]]] = [
     ("expected 3 ordinals of at least 0", lambda tables: tables.add_row(1, [[1], [2], [3]], [0, -1, 0])),
     ("first_blocks: got 2147483647", lambda tables: tables.add_row(1, [[], [2], []], [0, 2**31 - 1, 0])),
     ("first_blocks: got 1099511627776", lambda tables: tables.add_row(1, [[], [2], []], [0, 2**40, 0])),
-    ("first_block: got 4 for row 0", lambda tables: tables.drop_row_head(0, [1, 4, 0])),
+    ("first_block: got 4 for group 1 row 0", lambda tables: tables.drop_row_head(0, [1, 4, 0])),
+    ("first_block: got -1 for group 2 row 0", lambda tables: tables.drop_row_head(0, [1, 1, -1])),
+    ("first_blocks: got float64", lambda tables: tables.drop_row_head(0, [1, 1.5, 0])),
     ("got 2 ordinals, expected 3", lambda tables: tables.drop_row_head(0, [1, 1])),
     ("0 is the null block", lambda tables: tables.append_row(1, [[1], [2], [0]])),
     ("0 is the null block", lambda tables: tables.add_row(0, [[1], [2], [0]])),
@@ -244,6 +254,48 @@ def test_batches_the_tables_were_not_made_for_are_refused(device: torch.device) 
     assert not tables.words.any()
     tables.commit()
     assert mirror(tables)[0][0] == [5, 0, 0, 0, 0, 0]
+
+
+def test_more_pages_than_csr_has_room_for_are_refused(device: torch.device) -> None:
+    """What the rows of a batch hold for its lengths, extra tokens included, must fit `max_pages`; nothing changes."""
+    requests = {0: PageIndexRequest(csr=True, max_pages=3)}
+    tables = MultiGroupBlockTable([BlockTable(4, 6, 4)], 16, device, page_indices=requests)
+    tables.append_row(0, [[5, 6, 7, 8]])
+    tables.append_row(1, [[9]])
+    assert tables.step([0, 1], [1, 1], [7, 15]).csr(0).indptr.tolist() == [0, 2, 3]
+    tables.append_row(2, [[4]])
+    extra = ExtraTokens(torch.zeros(4, dtype=torch.int32, device=device), 1)
+    for arguments, more in (([[0], [1], [12]], None), ([[0, 1], [1, 1], [7, 0]], extra)):
+        with pytest.raises(ValueError, match="group 0: got a batch of 4 pages, max_pages is 3"):
+            tables.step(*arguments, extra=more)
+    assert not tables.block_table(0)[2].any()
+
+
+def test_the_last_wrapper_has_the_mirror(device: torch.device) -> None:
+    """Tables wrapped again arrive whole in the new mirror, and the old wrapper refuses to stage and to commit."""
+    groups = BlockTable.of_groups(4, [TableShape(6, 4), TableShape(3, 2, RING), TableShape(1, 1, NONE)])
+    first = MultiGroupBlockTable(groups, 16, device)
+    first.add_row(1, [[5, 3], [7, 8, 9], [4]], [0, 2, 0])
+    first.add_row(2, [[], [], []], [0, 4, 0])
+    first.commit()
+    second = MultiGroupBlockTable(groups, 16, device)
+    second.append_row(3, [[6], [], []])
+    for call in (first.commit, lambda: first.stage([1], [1], [0]), lambda: first.step([1], [1], [0])):
+        with pytest.raises(ValueError, match="taken over by a later MultiGroupBlockTable"):
+            call()
+    assert slots(second, [1, 3], [1, 2], [4, 0]) == [[12, 24, 25], [14, -1, -1], [-1] * 3]
+    assert torch.equal(second.words.cpu(), torch.from_numpy(second.arrays.words))
+
+
+def test_a_wrapped_table_is_not_joined_into_others() -> None:
+    """A table that has a wrapper cannot move into another's arrays; the wrapper goes on."""
+    table = BlockTable(4, 6, 4)
+    alone = MultiGroupBlockTable([table], 16)
+    with pytest.raises(ValueError, match="wrapped alone already"):
+        MultiGroupBlockTable([table, BlockTable(4, 3, 2)], 16)
+    table.append_row(0, [5])
+    alone.commit()
+    assert mirror(alone)[0][0] == [5, 0, 0, 0, 0, 0]
 
 
 @pytest.mark.parametrize("rows", [(), (4, 5)])
@@ -350,7 +402,7 @@ def test_windows_move_on_in_all_groups_or_in_none() -> None:
     tables = MultiGroupBlockTable([BlockTable(2, 4, 4), BlockTable(2, 4, 4)], 8)
     tables.add_row(0, [[1, 2, 3], [4, 5]], [0, 2])
     assert tables.num_blocks_per_row[:, 0].tolist() == [3, 4]
-    with pytest.raises(ValueError, match="first_block: got 5 for row 0, which has 4 ordinals"):
+    with pytest.raises(ValueError, match="first_block: got 5 for group 1 row 0, which has 4 ordinals"):
         tables.drop_row_head(0, [1, 5])
     assert tables.first_block_per_row[:, 0].tolist() == [0, 2]
     assert [ids.tolist() for ids in tables.drop_row_head(0, [1, 3])] == [[1], [4]]

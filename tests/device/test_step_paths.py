@@ -245,6 +245,8 @@ def test_tokens_that_only_the_device_knows_of_move_the_batch_on(use_triton: bool
     assert found["csr.last_page_len"] == [3, 4]
     assert (geometry.max_query_len, geometry.max_seq_len) == (2, 14 + 3)
     assert geometry.seq_lens_cpu.tolist() == [14, 2]
+    assert geometry.positions_cpu.tolist() == [12, 13, 0, 1, 0, 0]
+    assert geometry.token_rows_cpu.tolist() == [1, 1, 0, 0, -1, -1]
     without = values(tables.step([1, 0], [2, 2], [12, 0], num_reqs_padded=2, num_tokens_padded=6))
     assert without["zero_start"] == [False, True]
     assert without["positions"] == [12, 13, 0, 1, 0, 0]
@@ -309,6 +311,61 @@ def test_what_was_staged_and_never_launched_travels_again(use_triton: bool, devi
         num_words = tables.num_words_copied
         tables.commit()
         assert tables.num_words_copied == num_words
+
+
+@both_paths
+def test_only_the_last_staged_step_is_launched(use_triton: bool, device: torch.device) -> None:
+    """A step staged before another one, or before a commit, is refused; the last one is still launched."""
+    tables = make(use_triton, device)
+    fill(tables)
+    old = tables.stage([1], [1], [12])
+    staged = tables.stage(*WORK)
+    with pytest.raises(ValueError, match="not the last staged"):
+        tables.launch(old)
+    tables.launch(staged)
+    assert is_committed(tables)
+    staged = tables.stage(*WORK)
+    tables.commit()
+    with pytest.raises(ValueError, match="not the last staged"):
+        tables.launch(staged)
+
+
+def extra_of(num_rows: int, device: torch.device, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+    """No extra tokens."""
+    return torch.zeros(num_rows, dtype=dtype, device=device)
+
+
+WRONG_EXTRA: list[tuple[str, Callable[[torch.device], torch.Tensor]]] = [
+    ("got torch.int64 of shape", lambda device: extra_of(2, device, torch.int64)),
+    (r"got torch.int32 of shape \(3,\)", lambda device: extra_of(3, device)),
+    (r"got torch.int32 of shape \(2, 1\)", lambda device: extra_of(2, device)[:, None]),
+    ("and stride \\(2,\\)", lambda device: extra_of(4, device)[::2]),
+    ("on meta", lambda _device: extra_of(2, torch.device("meta"))),
+]
+
+
+@both_paths
+@pytest.mark.parametrize(("message", "tensor"), WRONG_EXTRA, ids=[f"{idx}" for idx in range(len(WRONG_EXTRA))])
+def test_extra_tokens_of_another_form_are_refused(
+    use_triton: bool, message: str, tensor: Callable[[torch.device], torch.Tensor], device: torch.device
+) -> None:
+    """Another dtype, shape, stride or device raises before anything is copied."""
+    tables = make(use_triton, device)
+    fill(tables)
+    with pytest.raises(ValueError, match=message):
+        tables.stage(*WORK, extra=ExtraTokens(tensor(device), 0))
+    assert not tables.words.any()
+    tables.step(*WORK)
+    assert is_committed(tables)
+
+
+def test_lengths_with_extra_tokens_fit_int32(device: torch.device) -> None:
+    """The most extra tokens are not negative, and with them a row's length still fits int32."""
+    tables = make(True, device)
+    with pytest.raises(ValueError, match=r"got at most -1, expected 0\.\.2147483647"):
+        ExtraTokens(extra_of(2, device), -1)
+    with pytest.raises(ValueError, match="got a row of 2147483647 tokens and 5 extra ones"):
+        tables.stage([0], [1], [2**31 - 2], extra=ExtraTokens(extra_of(2, device), 5))
 
 
 @pytest.mark.parametrize("rows", [[2], [2, 0], [0, 1, 2, 3]])

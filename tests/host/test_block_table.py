@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 
 from hybridkv.block_table import BlockTable
 from hybridkv.plan import SlotMappingMode
+from hybridkv.table_arrays import TableShape
 from tests.models import apply_spans, copy_dirty, snapshot
 
 
@@ -193,12 +194,13 @@ ERRORS: list[tuple[str, Callable[[BlockTable], object]]] = [
     ("first_block: got 3 for row 0, which has 2", lambda table: table.drop_row_head(0, 3)),
     ("first_block: got 9 for row 0", lambda table: table.drop_rows_head(i64(1, 0), i64(4, 9))),
     ("row 1: would hold 5 blocks", lambda table: table.append_rows(i64(0, 1), i64(1, 1), i32(8, 9))),
-    ("got 1 ids, expected 2", lambda table: table.append_rows(i64(0, 2), i64(1, 1), i32(8))),
+    (r"shape \(1,\), expected int32 of shape \(2,\)", lambda table: table.append_rows(i64(0, 2), i64(1, 1), i32(8))),
     ("row 1: would hold 5 blocks", lambda table: table.append_rows(i64(1), i64(1), i32(9))),
     ("row: got -1", lambda table: table.swap_row(-1, 0)),
-    ("row: got 7", lambda table: table.check_drop(7, 0)),
-    ("first_block: got 3 for row 0, which has 2", lambda table: table.check_drop(0, 3)),
-    ("first_block: got -1 for row 0", lambda table: table.check_drop(0, -1)),
+    ("first_block: got -1 for row 0", lambda table: table.drop_row_head(0, -1)),
+    ("first_block: got float64", lambda table: table.add_row(0, [5, 6], 1.5)),
+    ("rows: got float64", lambda table: table.append_row(0.5, [5])),
+    ("first_blocks: got float64", lambda table: table.drop_row_head(0, 1.5)),
 ]
 
 
@@ -211,6 +213,60 @@ def test_a_refused_operation_changes_nothing(message: str, call: Callable[[Block
         call(table)
     assert snapshot(table) == before
     assert table.arrays.take_dirty().pairs.size == 0
+
+
+MANY_ERRORS: list[tuple[str, Callable[[BlockTable], object]]] = [
+    ("row: got 4", lambda table: table.append_rows([0, 4], [1, 1], i32(8, 9))),
+    ("row: got -1", lambda table: table.append_rows([-1], [1], i32(8))),
+    ("distinct rows", lambda table: table.append_rows([2, 2], [1, 1], i32(8, 9))),
+    ("counts: got -1", lambda table: table.append_rows([0, 2], [2, -1], i32(8))),
+    (
+        "counts: got 0..18446744073709551615",
+        lambda table: table.append_rows([0, 2], np.array([0, 2**64 - 1], dtype=np.uint64), i32()),
+    ),
+    ("counts: got int64 of shape", lambda table: table.append_rows([0, 2], [1], i32(8))),
+    ("got id 0, expected at least 1", lambda table: table.append_rows([0], [1], i32(0))),
+    ("block_ids: got int64", lambda table: table.append_rows([0], [1], i64(2**32 + 5))),
+    ("block_ids: got a list", lambda table: table.append_rows([0], [1], [5])),
+    ("row: got 4", lambda table: table.drop_rows_head([4], [0])),
+    ("distinct rows", lambda table: table.drop_rows_head([0, 0], [1, 2])),
+    ("got 1 ordinals for 2 rows", lambda table: table.drop_rows_head([0, 1], [1])),
+    ("first_block: got -1 for group 1 row 1", lambda table: table.drop_rows_head([0, 1], [1, -1])),
+    ("row: got 4", lambda table: table.clear_rows([4])),
+    ("row: got -1", lambda table: table.clear_rows([1, -1])),
+    ("distinct rows", lambda table: table.clear_rows([1, 1])),
+]
+
+
+@pytest.mark.parametrize(("message", "call"), MANY_ERRORS, ids=[f"{idx}" for idx in range(len(MANY_ERRORS))])
+def test_an_operation_on_many_rows_cannot_reach_another_group(
+    message: str, call: Callable[[BlockTable], object]
+) -> None:
+    """Rows out of range or twice, negative counts and ids that are no blocks raise; no group of the array changes."""
+    ring = SlotMappingMode.SLIDING_WINDOW
+    tables = BlockTable.of_groups(4, [TableShape(4, 4, ring), TableShape(4, 4, ring), TableShape(4, 4, ring)])
+    for table in tables:
+        table.append_row(0, [11, 12])
+        table.add_row(1, [23, 24], first_block=3)
+    arrays = tables[0].arrays
+    arrays.take_dirty()
+    before = arrays.words.copy()
+    with pytest.raises(ValueError, match=message):
+        call(tables[1])
+    assert np.array_equal(arrays.words, before)
+    assert arrays.take_dirty().pairs.size == 0
+
+
+def test_ordinals_end_at_int32() -> None:
+    """A ring goes on to the last ordinal that int32 holds and refuses the next, whatever room it has."""
+    table = BlockTable(1, 4, 4, SlotMappingMode.SLIDING_WINDOW)
+    table.add_row(0, [7], first_block=2**31 - 3)
+    table.append_row(0, [8])
+    assert table.num_blocks_per_row.tolist() == [2**31 - 1]
+    before = snapshot(table)
+    with pytest.raises(ValueError, match="row 0: would reach ordinal 2147483648"):
+        table.append_row(0, [9])
+    assert snapshot(table) == before
 
 
 @pytest.mark.parametrize("sizes", [(0, 4, 4), (4, 0, 4), (4, 4, 0), (4, 4, -1), (2**31, 4, 4)])
@@ -286,7 +342,7 @@ class TableMachine(RuleBasedStateMachine):
     def drop_heads(self, rows: list[int], firsts: list[int]) -> None:
         rows = rows[: len(firsts)]
         ends = [self.model[row][0] + len(self.model[row][1]) for row in rows]
-        if any(first > end for first, end in zip(firsts, ends, strict=True)):
+        if any(not 0 <= first <= end for first, end in zip(firsts, ends, strict=True)):
             with pytest.raises(ValueError, match="first_block: got"):
                 self.table.drop_rows_head(i64(*rows), i64(*firsts))
             return

@@ -8,6 +8,7 @@ import pytest
 from hybridkv.block_table import BlockTable
 from hybridkv.change_log import DirtySpans
 from hybridkv.plan import SlotMappingMode
+from hybridkv.row_operations import RowOperations
 from hybridkv.table_arrays import TableArrays, TableShape
 from tests.models import apply_spans, copy_dirty, snapshot
 
@@ -144,15 +145,46 @@ def test_dirty_marks_are_bounded_when_nobody_takes_them() -> None:
 
 
 def test_operations_on_nothing_leave_no_marks() -> None:
-    """Clearing no rows, appending no blocks and dropping no ordinals make nothing dirty."""
+    """Clearing no rows or empty ones, appending no blocks and dropping no ordinals make nothing dirty."""
     table = BlockTable(2, 4, 4, RING)
     table.add_row(1, [5, 6], 3)
     table.arrays.take_dirty()
     table.clear_rows(i64())
+    table.clear_rows(i64(0))
+    table.clear_row(0)
     table.append_row(0, [])
     table.append_rows(i64(0, 1), i64(0, 0), i32())
     table.drop_row_head(1, 3)
     assert spans_of(table) == []
+    arrays, tables = joined()
+    rows = RowOperations(tables, arrays)
+    rows.append_row(1, [[], []])
+    rows.append_rows([0, 1], np.zeros((2, 2), dtype=np.int64), i32())
+    assert rows.clear_rows([0, 2]).tolist() == []
+    assert arrays.take_dirty().pairs.size == 0
+    tables[1].append_row(2, [5])
+    arrays.take_dirty()
+    assert rows.clear_rows([0, 2]).tolist() == [5]
+    assert arrays.take_dirty().pairs.tolist() == [2, 5]
+
+
+def test_a_new_mirror_gets_every_row_that_is_not_empty() -> None:
+    """After `attach` all rows with blocks or a live range are dirty, wrapped and emptied ones too, and no others."""
+    arrays, tables = joined()
+    tables[0].add_row(0, [5, 6], 1)
+    tables[0].add_row(2, [7])
+    tables[1].add_row(0, [8, 9], 5)
+    tables[1].add_row(1, [], 4)
+    arrays.take_dirty()
+    tables[0].clear_row(2)
+    consumer = object()
+    arrays.attach(consumer)
+    assert arrays.consumer is consumer
+    assert spans_of(tables[0]) == [(0, 1, 2, 2), (3, 0, 3, 3), (4, 0, 0, 0)]
+    mirror = np.zeros_like(arrays.words)
+    arrays.attach(consumer)
+    copy_dirty(arrays, mirror)
+    assert np.array_equal(mirror, arrays.words)
 
 
 @pytest.mark.parametrize("num_changes", [1, 200])

@@ -130,7 +130,19 @@ def test_tables_that_share_rows_are_joined_whole_or_not_at_all() -> None:
         TableArrays(2, [])
 
 
+def test_tables_with_a_mirror_are_not_joined_away() -> None:
+    """A table whose changes go to a mirror stays where it is: joining it with another raises, and neither moves."""
+    wrapped, single = BlockTable(2, 4, 16), BlockTable(2, 4, 16)
+    arrays = wrapped.arrays, single.arrays
+    wrapped.arrays.attach(object())
+    with pytest.raises(ValueError, match="expected tables without a device mirror"):
+        join_tables([single, wrapped])
+    assert (wrapped.arrays, single.arrays) == arrays
+    assert join_tables([wrapped]) is wrapped.arrays
+
+
 COUNTS = np.array([[1, 1]] * 3)
+HUGE = np.array([[2**64 - 1, 1]] * 3, dtype=np.uint64)
 REFUSED: list[tuple[str, Callable[[RowOperations], object]]] = [
     ("row: got 5", lambda tables: tables.append_rows([0, 5], COUNTS, i32(*range(1, 7)))),
     ("row: got -1", lambda tables: tables.add_rows([0, -1], COUNTS, i32(*range(1, 7)))),
@@ -151,6 +163,8 @@ REFUSED: list[tuple[str, Callable[[RowOperations], object]]] = [
     ("the sum of counts", lambda tables: tables.append_rows([0, 1], COUNTS, i32(1, 2, 3, 4, 5))),
     ("the sum of counts", lambda tables: tables.add_rows([0, 1], COUNTS, i32(*range(1, 8)))),
     ("block_ids: got int64", lambda tables: tables.add_rows([0, 1], COUNTS, np.arange(1, 7))),
+    ("block_ids: got a list, expected an int32 array", lambda tables: tables.add_rows([0, 1], COUNTS, [*range(1, 7)])),
+    ("counts: got 1..18446744073709551615", lambda tables: tables.append_rows([0, 1], HUGE, i32(1))),
     ("0 is the null block", lambda tables: tables.append_rows([0, 1], COUNTS, i32(1, 2, 3, 4, 5, 0))),
     ("got id -4, expected at least 1", lambda tables: tables.add_rows([0, 1], COUNTS, i32(1, 2, 3, 4, -4, 6))),
     ("group 2 row 1: would hold 4 blocks", lambda tables: tables.append_rows([1], [[1], [1], [2]], i32(1, 2, 3, 4))),

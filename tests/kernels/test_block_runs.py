@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING
 
 import pytest
 import torch
@@ -13,6 +14,9 @@ from hybridkv_kernels.block_runs import block_runs, block_runs_reference, block_
 from hybridkv_kernels.group_rows import GroupRows
 from hybridkv_kernels.load_plan import check_load_plan, load_plan, load_plan_reference, load_plan_torch
 from tests.group_tables import POISON, Table, batches, int32, move, ring, with_meta
+
+if TYPE_CHECKING:
+    from triton.runtime.interpreter import TensorHandle
 
 HOST = [block_runs_reference, block_runs_torch]
 PLANS = [load_plan_reference, load_plan_torch]
@@ -272,3 +276,23 @@ def test_plans_refuse_what_they_cannot_hold() -> None:
             function(with_meta(ring(), num_ranks=2), ranges, segments=segments, counts=counts)
         with pytest.raises(ValueError, match=r"ranges\.shape"):
             function(ring(), ranges[:2], segments=segments, counts=counts)
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="looks at the addresses that the interpreter loads from")
+def test_the_neighbour_before_ordinal_0_has_no_address_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No load, masked or not, is from the word before a row's first column."""
+    from triton.runtime.interpreter import interpreter_builder
+
+    addresses, load = [], interpreter_builder.create_masked_load
+
+    def recorded(ptrs: TensorHandle, *args: object) -> TensorHandle:
+        addresses.extend(ptrs.data.reshape(-1).tolist())
+        return load(ptrs, *args)
+
+    monkeypatch.setattr(interpreter_builder, "create_masked_load", recorded)
+    batch = Table(4, 3, [0], [[6, 7, 8]]).batch([0], [12])
+    assert run(block_runs, batch, 1) == ([[[6, 3]]], [1])
+    plan(load_plan, batch, [(0, 12)], 2)
+    first_column = batch.words.data_ptr() + batch.meta.table_offset * batch.words.element_size()
+    assert first_column in addresses
+    assert first_column - batch.words.element_size() not in addresses
