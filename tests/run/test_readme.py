@@ -52,7 +52,7 @@ def test_there_are_exactly_two_set_up_commands():
     assert len(SETUP) == 2
     assert all(len(command.splitlines()) == 1 for command in SETUP)
     assert "hybridkv run gemma-3-270m" in SETUP[0]
-    assert SETUP[1].endswith("python -m pytest")
+    assert SETUP[1].endswith("python -m pytest -n auto")
 
 
 def test_linked_files_exist():
