@@ -108,6 +108,10 @@ def _event(device: torch.device) -> torch.cuda.Event | None:
     return torch.cuda.Event() if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
 
+def _is_capturing(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.is_current_stream_capturing()
+
+
 class TritonPath:
     """A step as one copy and one launch.
 
@@ -169,13 +173,15 @@ class TritonPath:
 
         Raises: RuntimeError on a stream that is capturing, for tables with a copy stream.
         """
-        if self._copy_stream is not None and torch.cuda.is_current_stream_capturing():
+        is_capturing = _is_capturing(self._words.device)
+        if is_capturing and self._copy_stream is not None:
             raise RuntimeError(
                 "launch: got a stream that is capturing and tables with a copy stream, whose steps alternate between "
                 "two buffers while a graph keeps one; make the tables without copy_stream"
             )
         self._prepared(outputs, extra_tokens).run()
-        self.replayed()
+        if not is_capturing:  # a capture records the launch, it runs with the first replay
+            self.replayed()
 
     def replayed(self) -> None:
         """Take note that a captured launch of what was staged last is on the current stream."""

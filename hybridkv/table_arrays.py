@@ -121,11 +121,6 @@ class TableArrays:
         return len(self.shapes)
 
     @property
-    def num_entry_words(self) -> int:
-        """Words of all groups' entries; the live ranges follow them."""
-        return self.first_offset
-
-    @property
     def group_metas(self) -> list[GroupMeta]:
         """Return what kernels need to know of each group."""
         return [

@@ -106,9 +106,9 @@ def _drop_without_null(self, pairs, first):
 
 def _drop_and_leave_the_entries(self, pairs, first, right=TableArrays.drop_head):
     """`drop_head` that moves the row on and leaves the dead entries in their columns."""
-    before = self.words[: self.num_entry_words].copy()
+    before = self.words[: self.first_offset].copy()
     ids = right(self, pairs, first)
-    self.words[: self.num_entry_words] = before
+    self.words[: self.first_offset] = before
     return ids
 
 
@@ -117,15 +117,15 @@ def _commit_the_first_row_only(self, mirror, *_views):
     self.take_dirty()
     for begin, stride in zip(self.offsets, self.strides, strict=True):
         mirror[begin : begin + stride] = self.words[begin : begin + stride]
-    mirror[self.num_entry_words :] = self.words[self.num_entry_words :]
+    mirror[self.first_offset :] = self.words[self.first_offset :]
     return 0
 
 
 def _forget_the_live_ranges(self, mirror, *views, right=TableArrays.copy_dirty):
     """`copy_dirty` that copies the entries and no live range."""
-    before = mirror[self.num_entry_words :].copy()
+    before = mirror[self.first_offset :].copy()
     num_words = right(self, mirror, *views)
-    mirror[self.num_entry_words :] = before
+    mirror[self.first_offset :] = before
     return num_words
 
 

@@ -7,6 +7,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
+from hybridkv import step_path
 from hybridkv.block_table import BlockTable
 from hybridkv.multi_group import MultiGroupBlockTable
 from hybridkv.step_path import TritonPath, _DeviceBuffer
@@ -25,13 +26,27 @@ def test_a_capture_with_a_copy_stream_is_refused(device: torch.device, monkeypat
     """A graph would keep one of two buffers that take turns; without a copy stream there is one, and it may."""
     tables, path = make(device)
     staged = tables.stage([0], [1], [0])
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(step_path, "_is_capturing", lambda _device: True)
     with monkeypatch.context() as patch:
         patch.setattr(path, "_copy_stream", Mock())
         with pytest.raises(RuntimeError, match=r"launch: got a stream that is capturing .*without copy_stream"):
             tables.launch(staged)
     tables.launch(staged)
     assert staged.slot_mapping.tolist() == [[44]]
+
+
+def test_a_capture_alone_delivers_nothing(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A captured launch runs with its first replay: until `replayed`, what was staged travels again."""
+    tables, _path = make(device)
+    tables.append_row(0, [[12]])
+    staged = tables.stage([0], [1], [0])
+    with monkeypatch.context() as patch:
+        patch.setattr(step_path, "_is_capturing", lambda _device: True)
+        tables.launch(staged)
+    tables.commit()
+    again = tables.num_words_copied
+    tables.commit()
+    assert tables.num_words_copied < again
 
 
 def test_events_are_on_the_stream_of_the_tables_device(device: torch.device, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -61,7 +61,7 @@ def test_words_hold_all_entries_then_all_live_ranges() -> None:
     """Groups' entries follow each other, then every first live ordinal, then every next one; tables are views."""
     tables = BlockTable.of_groups(2, [TableShape(5, 16), TableShape(1, 1, NONE)])
     arrays = tables[0].arrays
-    assert (arrays.num_groups, arrays.num_entry_words, len(arrays.words)) == (2, 2 * 8 + 2 * 4, 24 + 2 * 4)
+    assert (arrays.num_groups, arrays.first_offset, len(arrays.words)) == (2, 2 * 8 + 2 * 4, 24 + 2 * 4)
     tables[0].append_row(1, [7, 8])
     tables[1].append_row(0, [9])
     tables[0].drop_row_head(1, 1)
