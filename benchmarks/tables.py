@@ -13,12 +13,14 @@ compared with a plain record of the history, so that systems are equal to it, he
     vLLM V1, no copy    the same with the device table in the host buffer
     vLLM V2, host part  its gpu.BlockTables, staged writer included
     numpy floor         arrays in, nothing checked
+    ours, numpy         our tables without the compiled helper, as an installation without a compiler has them
 
 vLLM's kernel launches are left out, which favours it (see `vllm_tables.py`). Block ids come in each system's own
 currency: lists of Python integers for vLLM, int32 arrays for ours, the floor. Positions are given to peers and floor;
 we make them ourselves.
 
-`--check` exits 1 if a target is missed or a peer cannot be set up; unequal outputs raise in any case.
+`--check` exits 1 if a target is missed, a peer cannot be set up or the helper was not built; unequal outputs raise in
+any case.
 """
 
 import argparse
@@ -32,6 +34,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import TypeAlias
+from unittest import mock
 
 import numpy as np
 import torch
@@ -57,6 +60,7 @@ from hybridkv.plan import SlotMappingMode
 from hybridkv.planner import plan_cache
 from hybridkv.specs import ModelSpec
 from hybridkv.table_arrays import TableShape
+from hybridkv_kernels import host
 
 V1, V1_NO_COPY, V2, FLOOR = "vLLM V1", "vLLM V1, no copy", "vLLM V2, host part", Floor.name
 FLOOR_TARGET = 0.5
@@ -127,6 +131,16 @@ class Ours:
     def device_table(self, group: int) -> NDArray[np.int32]:
         """Return `[NUM_ROWS, width]` as committed."""
         return self.tables.block_table_cpu(group)
+
+
+class OursInNumpy(Ours):
+    """The same without the compiled helper."""
+
+    name = "ours, numpy"
+
+    def __init__(self, groups: tuple[GroupShape, ...], max_num_tokens: int) -> None:
+        with mock.patch.dict(os.environ, {host.VARIABLE: "0"}):
+            super().__init__(groups, max_num_tokens)
 
 
 System: TypeAlias = Ours | Floor | VllmV1 | VllmV2
@@ -209,6 +223,8 @@ def run_case(name: str, modules: Modules | None, num_rounds: int) -> list[Row]:
     workload = case.workload(case.groups)
     our_groups = case.groups if case.our_groups is None else case.our_groups()
     systems: list[System] = [Ours(our_groups, case.max_num_tokens), Floor(our_groups, case.max_num_tokens)]
+    if host.is_built():
+        systems.append(OursInNumpy(our_groups, case.max_num_tokens))
     if modules is not None:
         systems += [
             VllmV1(modules, case.groups, case.max_num_tokens, copies=True),
@@ -323,7 +339,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"missed: {row.case} against {row.peer}: {row.ratio:.3g}, expected {row.target:g}", file=sys.stderr)
     if arguments.check and modules is None:
         print("check: the peer is missing", file=sys.stderr)
-    return 1 if arguments.check and (missed or modules is None) else 0
+    if not host.is_built():
+        print("the compiled helper was not built, so ours is numpy; see the README", file=sys.stderr)
+    return 1 if arguments.check and (missed or modules is None or not host.is_built()) else 0
 
 
 if __name__ == "__main__":

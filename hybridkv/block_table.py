@@ -8,10 +8,11 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridkv.plan import SlotMappingMode
+from hybridkv.plan import CachePlan, SlotMappingMode
 from hybridkv.table_arrays import TableArrays, TableShape
 from hybridkv.units import INT32_MAX, distinct_bounds, int_array
 from hybridkv_kernels.constants import NULL_BLOCK_ID
+from hybridkv_kernels.host import ids_of
 
 
 class BlockTable:
@@ -144,6 +145,9 @@ class BlockTable:
         Raises: ValueError for rows, counts or ids that are not of this form, or more live blocks than a row is wide;
             the table is unchanged then.
         """
+        native = self.arrays.native
+        if native is not None and native.append_rows(self.group, rows, counts, block_ids):
+            return
         pairs = self._pairs(rows)
         append_some(self.arrays, pairs, check_blocks(counts, (len(pairs),), block_ids), block_ids)
 
@@ -154,6 +158,10 @@ class BlockTable:
         Raises: ValueError for rows that do not exist or occur twice, lists of unequal length, or if a row has not so
             many ordinals; the table is unchanged then.
         """
+        native = self.arrays.native
+        held = None if native is None else native.drop_heads(self.group, rows, first_blocks)
+        if held is not None:
+            return ids_of(held)
         pairs, firsts = self._pairs(rows), int_array("first_blocks", first_blocks)
         if len(pairs) != len(firsts):
             raise ValueError(f"first_blocks: got {len(firsts)} ordinals for {len(pairs)} rows")
@@ -284,3 +292,9 @@ def join_tables(tables: Sequence[BlockTable]) -> TableArrays:
         table._show(joined, group)
         joined.set_rows(joined.pairs(group, rows), first, counts - first, ids)
     return joined
+
+
+def make_block_tables(plan: CachePlan) -> list[BlockTable]:
+    """Return an empty block table for each group of a plan."""
+    shapes = [TableShape(group.table_width, group.block_size, group.mode) for group in plan.groups]
+    return BlockTable.of_groups(plan.limits.max_num_seqs, shapes)

@@ -19,11 +19,10 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hybridkv.block_pool import BlockPool, slab_shortfall
-from hybridkv.block_table import BlockTable
+from hybridkv.block_table import BlockTable, make_block_tables
 from hybridkv.errors import InvalidRequest, InvariantError, NeverFits, OutOfRows
 from hybridkv.plan import CachePlan
 from hybridkv.retention import first_needed_token, frees_blocks
-from hybridkv.table_arrays import TableShape
 from hybridkv.units import RowId, format_bytes, int_array
 
 
@@ -59,12 +58,6 @@ class Reservation:
     def num_ok(self) -> int:
         """How many rows, from the first on, got their blocks."""
         return int((self.verdicts == Verdict.OK).sum())
-
-
-def make_block_tables(plan: CachePlan) -> list[BlockTable]:
-    """Return an empty block table for each group of a plan."""
-    shapes = [TableShape(group.table_width, group.block_size, group.mode) for group in plan.groups]
-    return BlockTable.of_groups(plan.limits.max_num_seqs, shapes)
 
 
 class CacheManager:

@@ -16,9 +16,8 @@ from numpy.typing import ArrayLike, NDArray
 # Before the kernels, which need torch too: this import's error says what to install.
 from hybridkv._torch import allocate_zeros, torch
 from hybridkv.batch import BatchGeometry
-from hybridkv.block_table import BlockTable, join_tables
+from hybridkv.block_table import BlockTable, join_tables, make_block_tables
 from hybridkv.limits import BatchLimits
-from hybridkv.manager import make_block_tables
 from hybridkv.page_index import CsrTable, IndexBuffer, LocalTable, PageIndexRequest, csr_table, host_pages, local_table
 from hybridkv.plan import CachePlan
 from hybridkv.planner import DEFAULT_BLOCK_SIZE, plan_cache
@@ -33,6 +32,7 @@ from hybridkv_kernels.step_layout import IndexMeta
 from hybridkv_kernels.step_tables import StepOutputs
 
 _MAX_KEPT_SIZES = 64
+_NO_ROWS = StepBatch.of([], [], [])
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,7 @@ class MultiGroupBlockTable(RowOperations):
         self.device = torch.device(device)
         self.max_num_batched_tokens = max_num_batched_tokens
         self._index = IndexBuffer(self.arrays, page_indices or {}, self.arrays.num_rows)
-        self.words = allocate_zeros("block tables", (len(self.arrays.words),), torch.int32, self.device)
+        self.words = self._allocate_mirror()
         self._buffers = self._allocate()
         self._outputs: dict[tuple[int, int], StepOutputs] = {}
         self._path: StepPath
@@ -231,7 +231,7 @@ class MultiGroupBlockTable(RowOperations):
         """
         self._check_owned()
         nothing, self._staged = self._outputs_of(0, 0), None
-        self._path.stage(StepBatch.of([], [], []), nothing, None)
+        self._path.stage(_NO_ROWS, nothing, None)
         self._path.launch(nothing, None)
 
     def step(
@@ -284,7 +284,7 @@ class MultiGroupBlockTable(RowOperations):
         Args, shapes, raises: as `step`
         """
         self._check_owned()
-        batch = StepBatch.of(rows, num_scheduled_tokens, num_computed_tokens)
+        batch = StepBatch.of(rows, num_scheduled_tokens, num_computed_tokens, self.arrays.native)
         size_r, size_t = batch.padded_sizes(num_reqs_padded, num_tokens_padded)
         extra_tokens, most = (None, 0) if extra is None else (extra.num_tokens, extra.most)
         self._check_batch(batch, size_r, size_t, most)
@@ -358,7 +358,14 @@ class MultiGroupBlockTable(RowOperations):
                 f"lengths: got a row of {batch.max_seq_len} tokens and {most_extra} extra ones, expected at most "
                 f"{INT32_MAX}: lengths on the device are int32"
             )
-        self._index.check_room(batch.rows, batch.seq_lens + most_extra)
+        self._index.check_room(batch, most_extra)
+
+    def _allocate_mirror(self) -> torch.Tensor:
+        num_words = len(self.arrays.words)
+        if self.device.type == "cpu":
+            # Numpy asks for huge pages: a step touches a few words of every row.
+            return torch.from_numpy(np.zeros(num_words, dtype=np.int32))
+        return allocate_zeros("block tables", (num_words,), torch.int32, self.device)
 
     def _allocate(self) -> StepOutputs:
         num_rows, num_tokens = self.arrays.num_rows, self.max_num_batched_tokens

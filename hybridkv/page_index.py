@@ -7,6 +7,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from hybridkv._torch import torch
+from hybridkv.step_batch import StepBatch
 from hybridkv.table_arrays import TableArrays
 from hybridkv_kernels.step_layout import IndexMeta
 from hybridkv_kernels.step_numpy import local_lens, page_counts
@@ -115,10 +116,10 @@ class IndexBuffer:
             g for g, meta in enumerate(self.metas) if 0 < meta.num_indices < max_num_reqs * arrays.shapes[g].width
         ]
 
-    def check_room(self, rows: NDArray[np.int64], seq_lens: NDArray[np.int64]) -> None:
-        """Raise ValueError if the pages of a batch do not fit a group's CSR."""
+    def check_room(self, batch: StepBatch, most_extra: int) -> None:
+        """Raise ValueError if the pages of a batch whose rows may be `most_extra` longer do not fit a group's CSR."""
         for group in self._tight:
-            num_pages = int(host_pages(self._arrays, group, rows, seq_lens)[0].sum())
+            num_pages = int(host_pages(self._arrays, group, batch.rows, batch.seq_lens + most_extra)[0].sum())
             room = self.metas[group].num_indices
             if num_pages > room:
                 raise ValueError(

@@ -8,6 +8,7 @@ from numpy.typing import ArrayLike, NDArray
 from hybridkv.block_table import BlockTable, append_some, check_blocks, check_drop, check_rows
 from hybridkv.table_arrays import TableArrays
 from hybridkv.units import INT32_MAX, int_array
+from hybridkv_kernels.host import ids_of
 
 
 class RowOperations:
@@ -100,6 +101,9 @@ class RowOperations:
         Shapes: rows [n], distinct; counts [num_groups, n]; block_ids [sum(counts)] int32
         Raises: ValueError for rows, counts or ids that are not of this form, or more blocks than a row is wide.
         """
+        native = self.arrays.native
+        if native is not None and native.append_rows(-1, rows, counts, block_ids):
+            return
         pairs = self._pairs(rows)
         append_some(self.arrays, pairs, self._check_blocks(pairs, counts, block_ids), block_ids)
 
@@ -108,6 +112,9 @@ class RowOperations:
 
         Shapes, raises: as `append_rows`
         """
+        native = self.arrays.native
+        if native is not None and native.add_rows(rows, counts, block_ids):
+            return
         row_ids = self._rows(rows)
         pairs = self._pairs_of(row_ids)
         flat_counts = self._check_blocks(pairs, counts, block_ids)
@@ -126,7 +133,9 @@ class RowOperations:
         Shapes: rows [n], distinct
         Raises: ValueError for a row that does not exist or occurs twice.
         """
-        return self.arrays.clear_rows(self._rows(rows))
+        native = self.arrays.native
+        held = None if native is None else native.clear_rows(rows)
+        return self.arrays.clear_rows(self._rows(rows)) if held is None else ids_of(held)
 
     def move_rows(self, sources: ArrayLike, targets: ArrayLike) -> None:
         """Move many rows, each into one that is not moved itself.
@@ -134,6 +143,9 @@ class RowOperations:
         Shapes: sources, targets [n], all distinct
         Raises: ValueError for rows that do not exist or occur twice, or lists of unequal length.
         """
+        native = self.arrays.native
+        if native is not None and native.move_rows(sources, targets):
+            return
         from_rows, to_rows = int_array("sources", sources), int_array("targets", targets)
         if len(from_rows) != len(to_rows):
             raise ValueError(f"targets: got {len(to_rows)} rows for {len(from_rows)} sources")

@@ -1,11 +1,15 @@
 """Which rows compute which tokens in one step, as the host knows it."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from hybridkv.units import INT32_MAX, INT64_MAX, distinct_bounds, int_array
+
+if TYPE_CHECKING:
+    from hybridkv_kernels._host import Tables
 
 _LONG_CHUNKS = 128
 """Tokens a row, on average, from which rows are written one by one."""
@@ -31,13 +35,31 @@ class StepBatch:
     highest_row: int
 
     @classmethod
-    def of(cls, rows: ArrayLike, num_scheduled_tokens: ArrayLike, num_computed_tokens: ArrayLike) -> "StepBatch":
+    def of(
+        cls,
+        rows: ArrayLike,
+        num_scheduled_tokens: ArrayLike,
+        num_computed_tokens: ArrayLike,
+        native: "Tables | None" = None,
+    ) -> "StepBatch":
         """Check a step in which row `rows[i]` computes `num_scheduled_tokens[i]` tokens.
+
+        Args:
+            native: the compiled helper of the tables whose rows they are, which does it in one call.
 
         Shapes: rows, num_scheduled_tokens, num_computed_tokens [n]
         Raises: ValueError if the shapes differ, a row occurs twice or schedules less than one token, or a length
             passes int32.
         """
+        if native is not None and isinstance(rows, np.ndarray):
+            size = rows.size
+            both = np.empty(4 * size + 1, dtype=np.int64)
+            bounds_of = native.check_batch(rows, num_scheduled_tokens, num_computed_tokens, both)
+            if bounds_of is not None:
+                ends = size, 2 * size, 3 * size
+                return cls(
+                    both[: ends[0]], both[ends[2] :], both[ends[0] : ends[1]], both[ends[1] : ends[2]], *bounds_of
+                )
         row_ids = int_array("rows", rows)
         scheduled = int_array("num_scheduled_tokens", num_scheduled_tokens)
         computed = int_array("num_computed_tokens", num_computed_tokens)

@@ -47,7 +47,7 @@ class NumpyPath:
     def __init__(self, arrays: TableArrays, words: torch.Tensor, index: IndexBuffer) -> None:
         self._arrays, self._mirror = arrays, words.numpy()
         self._mirror_views = arrays.views(self._mirror)
-        self._step = NumpyStep(arrays.group_metas, index.metas, arrays.is_ring, arrays.num_rows)
+        self._step = NumpyStep(arrays.group_metas, index.metas, arrays.is_ring, arrays.num_rows, arrays.native)
         self._last: tuple[StepOutputs, StepArrays] | None = None
         self._batch = StepBatch.of([], [], [])
         self.num_words_copied, self.num_rounds = 0, 1
@@ -62,6 +62,10 @@ class NumpyPath:
             extra = extra_tokens.numpy()[batch.rows]
             batch = replace(batch, computed=batch.computed + extra, seq_lens=batch.seq_lens + extra)
         self._batch = batch
+        native, given = self._arrays.native, (batch.rows, batch.query_starts, batch.computed)
+        outs = out.rows, out.query_start_loc, out.seq_lens, out.zero_start, out.token_rows, out.positions
+        if native is not None and native.write_geometry(*given, *outs):
+            return
         num_reqs = batch.num_reqs
         _fill(out.rows, batch.rows, PAD_SLOT_ID)
         _fill(out.query_start_loc, batch.query_starts, batch.num_tokens)

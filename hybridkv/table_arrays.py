@@ -10,8 +10,10 @@ A full-attention row is the same with a width that never wraps. One int32 array 
 
     words = | entries of group 0 [num_rows, stride] | ... | of group G-1 | first [G, num_rows] | count [G, num_rows] |
 
-The host array is the authority. Every operation logs what it wrote; `take_dirty` hands over one span a row and group,
-into which repeated and overlapping operations fall together. The log is for one mirror, that of the last `attach`.
+The host array is the authority. Where the compiled helper is, it does the whole of an operation or refuses, and then
+numpy does the same or says what is wrong. Every operation logs what it wrote; `take_dirty` hands over one span a row
+and group, into which repeated and overlapping operations fall together. The log is for one mirror, that of the last
+`attach`.
 """
 
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from hybridkv.plan import SlotMappingMode, row_stride
 from hybridkv.units import INT32_MAX
 from hybridkv_kernels.constants import NULL_BLOCK_ID
 from hybridkv_kernels.group_meta import GroupMeta
+from hybridkv_kernels.host import native_tables
 
 Int32 = NDArray[np.int32]
 Int64 = NDArray[np.int64]
@@ -87,6 +90,7 @@ class TableArrays:
 
     Attributes:
         consumer: what `attach` named last, None without a mirror.
+        native: the compiled helper for these arrays, None without one.
     """
 
     def __init__(self, num_rows: int, shapes: Sequence[TableShape]) -> None:
@@ -113,6 +117,7 @@ class TableArrays:
         self._alike = _alike_groups(self.shapes)
         self._views = self.views(self.words)
         self._log = ChangeLog(self._pair_widths)
+        self.native = native_tables(self.words, self.group_metas, self.is_ring, self._log.span_arrays)
         self.consumer: object | None = None
 
     @property
@@ -132,7 +137,7 @@ class TableArrays:
 
     def attach(self, consumer: object) -> None:
         """Let a new mirror, which reads null, take what changes from now on: every row that is not empty is dirty."""
-        self._log = ChangeLog(self._pair_widths)
+        self._log.clear()
         pairs = np.flatnonzero(self._count)
         if pairs.size:
             first = self._first[pairs].astype(np.int64)
@@ -180,7 +185,8 @@ class TableArrays:
         ids = block_ids.reshape(self.num_groups, len(rows), num_blocks)
         for view, groups in enumerate(self._alike):
             self._views[view][:, rows, :num_blocks] = ids[groups]
-            self._log_rectangle(view, rows, num_blocks)
+            pairs = self._all_pairs[groups][:, rows].reshape(-1)
+            self._log.add(RectangleChange(view, pairs, rows, num_blocks, np.full_like(pairs, num_blocks)))
         self.count[:, rows] = num_blocks
 
     def clear_rows(self, rows: Int64) -> Int32:
@@ -192,13 +198,12 @@ class TableArrays:
         first = self.first[:, rows]
         from_zero, parts = not first.any(), []
         for view, groups in enumerate(self._alike):
-            most, entries = self._columns(view, count[groups]), self._views[view]
+            most, entries = self._log_rectangle(view, rows, count[groups]), self._views[view]
             if from_zero and (count[groups] == most).all():
                 parts.append(entries[:, rows, :most].reshape(-1))
             else:
                 parts.append(self.live_ids(self._all_pairs[groups][:, rows].reshape(-1)))
             entries[:, rows, :most] = NULL_BLOCK_ID
-            self._log_rectangle(view, rows, most)
         self.first[:, rows] = 0
         self.count[:, rows] = 0
         return parts[0] if len(parts) == 1 else np.concatenate(parts)
@@ -209,11 +214,11 @@ class TableArrays:
         both = np.concatenate([sources, targets])
         for view, groups in enumerate(self._alike):
             entries = self._views[view]
-            most = self._columns(view, np.maximum(count[groups], self.count[groups][:, targets]))
+            used = np.maximum(count[groups], self.count[groups][:, targets])
+            most = self._log_rectangle(view, both, np.concatenate([count[groups], used], axis=1))
             # A ring's column depends on the ordinal alone, so entries keep theirs.
             entries[:, targets, :most] = entries[:, sources, :most]
             entries[:, sources, :most] = NULL_BLOCK_ID
-            self._log_rectangle(view, both, most)
         self.first[:, targets] = self.first[:, sources]
         self.count[:, targets] = count
         self.first[:, sources] = 0
@@ -314,6 +319,11 @@ class TableArrays:
         """
         if self._log.is_empty:
             return 0
+        if self.native is not None:
+            self._log.collapse()
+            num_words = self.native.copy_dirty(mirror)
+            if num_words is not None:
+                return num_words
         changes = self._log.take_changes()
         if not changes:
             pairs, low, high = self._log.take_spans()
@@ -340,14 +350,16 @@ class TableArrays:
         mirror[self.first_offset :] = self.words[self.first_offset :]
         return num_words
 
-    def _columns(self, view: int, count: NDArray[np.int32]) -> int:
-        """Return how many columns hold all blocks of rows of a view that reached these ordinals."""
-        width: int = self.shapes[self._alike[view].start].width
-        return min(int(count.max(initial=0)), width)
+    def _log_rectangle(self, view: int, rows: Int64, count: NDArray[np.int32]) -> int:
+        """Log the columns that hold all blocks of rows of a view that reached ordinals `count`; return the most.
 
-    def _log_rectangle(self, view: int, rows: Int64, num_columns: int) -> None:
+        Shapes: count [groups of the view, n]
+        """
         pairs = self._all_pairs[self._alike[view]][:, rows].reshape(-1)
-        self._log.add(RectangleChange(view, pairs, rows, num_columns))
+        high = np.minimum(count, self.shapes[self._alike[view].start].width).reshape(-1).astype(np.int64)
+        most = int(high.max(initial=0))
+        self._log.add(RectangleChange(view, pairs, rows, most, high))
+        return most
 
     def _take(self, pairs: Int64, start: Int64, counts: Int64) -> Int32:
         flat = self._flat(pairs, start, counts)

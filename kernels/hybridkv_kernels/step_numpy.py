@@ -7,7 +7,7 @@ Groups whose tokens fall on the same ordinals are mapped together. A token at a 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 import numpy as np
 import numpy.typing as npt
@@ -16,6 +16,9 @@ from hybridkv_kernels.constants import NULL_BLOCK_ID, PAD_SLOT_ID
 from hybridkv_kernels.group_meta import GroupMeta
 from hybridkv_kernels.step_layout import IndexMeta
 from hybridkv_kernels.step_reference import StepArrays
+
+if TYPE_CHECKING:
+    from hybridkv_kernels._host import Tables
 
 __all__ = ["NumpyStep", "local_lens", "page_counts"]
 
@@ -105,12 +108,20 @@ class _AlikeGroups:
 class NumpyStep:
     """Maps one step's tokens, finds its states, writes its page indices from committed tables.
 
-    Group and index metas are as in `step_tables`; `rings` says which groups' rows wrap.
+    Group and index metas are as in `step_tables`; `rings` says which groups' rows wrap. The compiled helper `native` of
+    such tables does the same in one call.
     """
 
     def __init__(
-        self, metas: Sequence[GroupMeta], indices: Sequence[IndexMeta], rings: Sequence[bool], num_rows: int
+        self,
+        metas: Sequence[GroupMeta],
+        indices: Sequence[IndexMeta],
+        rings: Sequence[bool],
+        num_rows: int,
+        native: Tables | None = None,
     ) -> None:
+        self._native = native
+        self._index_rows = np.array([index.as_row() for index in indices], dtype=np.int64)
         self._metas, self._indices = list(metas), list(indices)
         alike: dict[tuple[int, ...], list[int]] = {}
         for group, (meta, is_ring) in enumerate(zip(metas, rings, strict=True)):
@@ -125,6 +136,10 @@ class NumpyStep:
 
         Shapes: words [num_words] int32; rows, computed [num_reqs] int64, those of the live batch positions
         """
+        if self._native is not None:
+            outs = out.slots, out.state_slots, out.index, out.rows
+            if self._native.map_batch(words, self._index_rows, rows, computed, out.query_start_loc, *outs):
+                return
         num_reqs = len(rows)
         out.slots[:, num_tokens:] = PAD_SLOT_ID
         for group in self._states:

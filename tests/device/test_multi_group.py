@@ -17,8 +17,10 @@ from hybridkv.multi_group import ExtraTokens, MultiGroupBlockTable
 from hybridkv.page_index import PageIndexRequest
 from hybridkv.plan import SlotMappingMode
 from hybridkv.table_arrays import TableShape
+from tests.host_paths import PATHS, using
 from tests.models import chunked_and_full, gemma_like, limits, plan_slabs, snapshot, state_and_attention
 
+BOTH_HOST_PATHS = True
 FULL, RING, NONE = SlotMappingMode.FULL, SlotMappingMode.SLIDING_WINDOW, SlotMappingMode.NONE
 
 
@@ -341,11 +343,12 @@ def test_block_tables_are_views_of_the_mirror(device: torch.device) -> None:
     assert full.cpu().tolist()[3] == [9, 0, 0, 0, 0, 0]
 
 
-@settings(max_examples=60, deadline=None)
-@given(data=st.data())
-def test_slots_equal_the_definition_after_any_history(data: st.DataObject) -> None:
+@settings(max_examples=80, deadline=None)
+@given(data=st.data(), path=st.sampled_from(PATHS))
+def test_slots_equal_the_definition_after_any_history(data: st.DataObject, path: str) -> None:
     """After any row operations in full, ring and state groups a step's slots are those that `GroupMeta` defines."""
-    tables = three_groups()
+    with using(path):
+        tables = three_groups()
     for _ in range(data.draw(st.integers(1, 12))):
         row, other = data.draw(st.integers(0, 3)), data.draw(st.integers(0, 3))
         match data.draw(st.sampled_from(["append", "append", "add", "clear", "move", "swap", "drop", "commit"])):

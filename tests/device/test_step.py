@@ -22,6 +22,7 @@ from hybridkv_kernels import _step_kernel
 from hybridkv_kernels._triton import jit, tl
 from hybridkv_kernels.step_reference import StepArrays, step_reference
 from hybridkv_kernels.step_tables import StepOutputs, check_step
+from tests.host_paths import PATHS, using
 
 FULL, RING, NONE = SlotMappingMode.FULL, SlotMappingMode.SLIDING_WINDOW, SlotMappingMode.NONE
 NUM_ROWS, MAX_TOKENS, POISON = 4, 24, 12345
@@ -89,7 +90,7 @@ class Reference:
 def run(tables: MultiGroupBlockTable, work: Work, size_r: int, size_t: int, extra: list[int] | None) -> StepArrays:
     """Return every output of a step, from poisoned buffers."""
     poisoned(tables._outputs_of(size_r, size_t))
-    columns = [[w[i] for w in work] for i in range(3)]
+    columns = [np.array([w[i] for w in work], dtype=np.int32) for i in range(3)]
     on_device = None
     if extra is not None:
         on_device = ExtraTokens(torch.tensor(extra, dtype=torch.int32, device=tables.device), max(extra))
@@ -133,7 +134,7 @@ def random_operation(rng: np.random.Generator, all_tables: list[MultiGroupBlockT
                 case "drop":
                     tables.drop_row_head(row, heads)
                 case "many":
-                    tables.append_rows([row, (row + 1) % NUM_ROWS], counts, many)
+                    tables.append_rows(np.array([row, (row + 1) % NUM_ROWS]), counts, many)
             refused.add("")
         except ValueError as error:
             refused.add(str(error))
@@ -165,21 +166,42 @@ def compare(tables: MultiGroupBlockTable, reference: Reference, rng: np.random.G
 
 
 @pytest.mark.parametrize("num_ranks", [1, 2, 3, 4])
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=80, deadline=None)
 @given(
+    path=st.sampled_from(PATHS),
     seed=st.integers(0, 2**32),
     rank=st.integers(0, 3),
     interleave=st.sampled_from([1, 2]),
     max_pages=st.sampled_from([None, 1, 3]),
 )
-def test_numpy_equals_the_loop(num_ranks: int, seed: int, rank: int, interleave: int, max_pages: int | None) -> None:
-    """After any history, on any rank, the numpy path gives every output that the loop gives, as far as it has room."""
+def test_the_host_equals_the_loop(
+    path: str, num_ranks: int, seed: int, rank: int, interleave: int, max_pages: int | None
+) -> None:
+    """After any history, on any rank, both host paths give every output that the loop gives, as far as it has room."""
     share = num_ranks, rank % num_ranks, interleave
-    tables, reference = make(False, "cpu", *share, max_pages=max_pages), Reference(*share, max_pages=max_pages)
+    with using(path):
+        tables = make(False, "cpu", *share, max_pages=max_pages)
+    reference = Reference(*share, max_pages=max_pages)
     with pytest.MonkeyPatch.context() as patch:
         # Chunks of 3 tokens are then mapped block by block.
         patch.setattr("hybridkv_kernels.step_numpy._CHUNK_TOKENS", 3 if seed % 2 else 64)
         compare(tables, reference, np.random.default_rng(seed), 4)
+
+
+def test_the_helper_does_a_step_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither a batch, its slots, states, page indices nor its padding take numpy's code, and it refuses nothing."""
+    with using("native"):
+        tables = make(False, "cpu", *SHARES[1])
+
+    def fail(*_args: object) -> None:
+        raise AssertionError("numpy did it")
+
+    for name in ("step_batch.StepBatch.write_tokens", "step_batch.int_array", "step_path._fill"):
+        monkeypatch.setattr(f"hybridkv.{name}", fail)
+    monkeypatch.setattr("hybridkv_kernels.step_numpy.NumpyStep._map", fail)
+    run(tables, [(1, 3, 7), (0, 1, 2)], 3, 6, None)
+    run(tables, [(1, 1, 7), (0, 1, 2)], 2, 2, [2, 1, 0, 0])
+    tables.commit()
 
 
 @pytest.mark.parametrize(

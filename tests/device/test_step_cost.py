@@ -118,7 +118,7 @@ def test_device_tables_of_gemma_take_12_mib_at_most() -> None:
 
 
 @pytest.mark.parametrize("use_triton", [False, True])
-def test_a_steady_step_leaves_no_memory_behind(use_triton: bool, counter: Counter) -> None:
+def test_a_steady_step_leaves_no_memory_behind(use_triton: bool, counter: Counter, host_path: str) -> None:
     """1,000 decode steps, with appended blocks and dropped heads, end with the memory they began with."""
     tables = MultiGroupBlockTable(BlockTable.of_groups(8, mixed_shapes(3)), 64, use_triton=use_triton)
     rows, ones = np.arange(8), np.ones(8, dtype=np.int64)

@@ -18,6 +18,7 @@ from hybridkv_kernels.step_layout import HEADER_WORDS, RECORD_WORDS
 
 FULL, RING, NONE = SlotMappingMode.FULL, SlotMappingMode.SLIDING_WINDOW, SlotMappingMode.NONE
 MAX_TOKENS = 16
+BOTH_HOST_PATHS = True
 INDICES = {0: PageIndexRequest(csr=True), 1: PageIndexRequest(block_table=True)}
 
 both_paths = pytest.mark.parametrize("use_triton", [False, True], ids=["numpy", "triton"])

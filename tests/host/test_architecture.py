@@ -185,8 +185,8 @@ def test_public_names_have_docstrings(path: Path) -> None:
 
 @by_file
 def test_no_environment_is_read(path: Path) -> None:
-    """The library's behaviour depends on no environment variable."""
-    if module_name(path).startswith("hybridkv.cli"):
+    """Results depend on no environment variable; one says whether the compiled helper computes them."""
+    if module_name(path).startswith("hybridkv.cli") or module_name(path) == "hybridkv_kernels.host":
         return
     attributes = {node.attr for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Attribute)}
     assert not attributes & {"environ", "getenv"}

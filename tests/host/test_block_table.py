@@ -13,7 +13,10 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from hybridkv.block_table import BlockTable
 from hybridkv.plan import SlotMappingMode
 from hybridkv.table_arrays import TableShape
+from tests.host_paths import PATHS, using
 from tests.models import apply_spans, copy_dirty, snapshot
+
+BOTH_HOST_PATHS = True
 
 
 def i64(*values: int) -> np.ndarray:
@@ -283,10 +286,12 @@ class TableMachine(RuleBasedStateMachine):
         width=st.integers(1, 6),
         block_size=st.sampled_from([1, 4, 48, 200]),
         mode=st.sampled_from([SlotMappingMode.SLIDING_WINDOW, *SlotMappingMode]),
+        path=st.sampled_from(PATHS),
     )
-    def start(self, width: int, block_size: int, mode: SlotMappingMode) -> None:
+    def start(self, width: int, block_size: int, mode: SlotMappingMode, path: str) -> None:
         self.width, self.is_ring = width, mode is SlotMappingMode.SLIDING_WINDOW
-        self.table = BlockTable(3, width, block_size, mode)
+        with using(path):
+            self.table = BlockTable(3, width, block_size, mode)
         self.model: dict[int, tuple[int, list[int]]] = dict.fromkeys(range(3), (0, []))
         self.mirror = np.zeros_like(self.table.arrays.words)
         self.next_id = 1
@@ -413,4 +418,4 @@ class TableMachine(RuleBasedStateMachine):
 
 
 TestTableMachine = TableMachine.TestCase
-TestTableMachine.settings = settings(max_examples=80, stateful_step_count=30, deadline=None)
+TestTableMachine.settings = settings(max_examples=100, stateful_step_count=30, deadline=None)

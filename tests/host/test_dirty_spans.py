@@ -13,6 +13,7 @@ from hybridkv.table_arrays import TableArrays, TableShape
 from tests.models import apply_spans, copy_dirty, snapshot
 
 RING = SlotMappingMode.SLIDING_WINDOW
+BOTH_HOST_PATHS = True
 
 
 def i64(*values: int) -> np.ndarray:

@@ -14,9 +14,11 @@ from hybridkv.block_table import BlockTable, join_tables
 from hybridkv.plan import SlotMappingMode
 from hybridkv.row_operations import RowOperations
 from hybridkv.table_arrays import TableArrays, TableShape
+from tests.host_paths import PATHS, using
 from tests.models import apply_spans, copy_dirty, snapshot
 
 FULL, RING, NONE = SlotMappingMode.FULL, SlotMappingMode.SLIDING_WINDOW, SlotMappingMode.NONE
+BOTH_HOST_PATHS = True
 NUM_ROWS = 5
 SHAPES = (
     TableShape(6, 4),
@@ -219,9 +221,11 @@ Model = list[list[tuple[int, list[int]]]]
 class BulkMachine(RuleBasedStateMachine):
     """Operations on many rows at once beside the same ones row by row, and a mirror."""
 
-    @initialize()
-    def start(self) -> None:
-        self.bulk, self.single = make(), make()
+    @initialize(path=st.sampled_from(PATHS), dtype=st.sampled_from([np.int32, np.int64]))
+    def start(self, path: str, dtype: type[np.signedinteger]) -> None:
+        with using(path):
+            self.bulk, self.single = make(), make()
+        self.dtype = dtype
         self.mirror = np.zeros_like(self.bulk.arrays.words)
         self.next_id = 1
 
@@ -260,10 +264,14 @@ class BulkMachine(RuleBasedStateMachine):
             self.restore(before)
             state = snapshot(self.bulk)
             with pytest.raises(ValueError, match="would hold"):
-                operation(rows, counts, block_ids)
+                operation(self.array(rows), counts.astype(self.dtype), block_ids)
             assert snapshot(self.bulk) == state
         else:
-            operation(rows, counts, block_ids)
+            operation(self.array(rows), counts.astype(self.dtype), block_ids)
+
+    def array(self, rows: list[int]) -> np.ndarray:
+        """Rows as an array, which the compiled helper takes."""
+        return np.array(rows, dtype=self.dtype)
 
     def restore(self, before: object) -> None:
         """Give the row-by-row tables the words that they had."""
@@ -274,12 +282,12 @@ class BulkMachine(RuleBasedStateMachine):
     def clear(self, rows: list[int], count: int) -> None:
         held = [self.single.clear_row(row) for row in rows[:count]]
         expected = [int(block_id) for group in range(len(SHAPES)) for of_row in held for block_id in of_row[group]]
-        assert self.bulk.clear_rows(rows[:count]).tolist() == expected
+        assert self.bulk.clear_rows(self.array(rows[:count])).tolist() == expected
 
     @rule(rows=st.permutations(range(NUM_ROWS)), count=st.integers(0, NUM_ROWS // 2))
     def move(self, rows: list[int], count: int) -> None:
         sources, targets = rows[:count], rows[count : 2 * count]
-        self.bulk.move_rows(sources, targets)
+        self.bulk.move_rows(self.array(sources), self.array(targets))
         for source, target in zip(sources, targets, strict=True):
             for table in self.single.tables:
                 table.move_row(source, target)
@@ -315,4 +323,4 @@ class BulkMachine(RuleBasedStateMachine):
 
 
 TestBulkMachine = BulkMachine.TestCase
-TestBulkMachine.settings = settings(max_examples=60, stateful_step_count=25, deadline=None)
+TestBulkMachine.settings = settings(max_examples=80, stateful_step_count=25, deadline=None)

@@ -23,8 +23,27 @@ def tables(monkeypatch: pytest.MonkeyPatch) -> ModuleType:
 @pytest.mark.parametrize("case", ["decode, 32K", "decode, 32K, Gemma-3-27B", "prefill", "churn", "churn, commit"])
 def test_ours_and_the_floor_end_every_workload_with_the_recorded_tables_and_slots(tables: ModuleType, case: str):
     """A block of each workload leaves our tables and the floor's as the plain record says."""
-    (row,) = tables.run_case(case, None, 1)
-    assert (row.case, row.peer, row.num_rounds) == (case, "numpy floor", 1)
+    rows = tables.run_case(case, None, 1)
+    peers = ["numpy floor", "ours, numpy"][: 1 + tables.host.is_built()]
+    assert [(row.case, row.peer, row.num_rounds) for row in rows] == [(case, peer, 1) for peer in peers]
+
+
+def test_ours_in_numpy_has_no_compiled_helper(tables: ModuleType):
+    """The system that is timed as numpy works without the helper, which later tables have again."""
+    shape = (tables.GroupShape(4),)
+    assert tables.OursInNumpy(shape, 16).tables.arrays.native is None
+    assert (tables.Ours(shape, 16).tables.arrays.native is not None) == tables.host.is_built()
+
+
+def test_check_without_the_helper_fails(
+    tables: ModuleType, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+):
+    """`--check` exits 1 where the helper was not built, whatever the times, and says so."""
+    monkeypatch.setattr(tables.host, "is_built", lambda: False)
+    monkeypatch.setattr(tables, "_peer", lambda folder: object())
+    monkeypatch.setattr(tables, "run_case", lambda *arguments: [])
+    assert tables.main(["--check", "--cases", "churn"]) == 1
+    assert "the compiled helper was not built" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("method", "what"), [("slots", "the slots differ"), ("device_table", "the table of group 0")])
