@@ -15,9 +15,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from hybridkv.block_table import BlockTable
+from hybridkv.block_table import BlockTable, make_block_tables
 from hybridkv.limits import BatchLimits
-from hybridkv.manager import make_block_tables
 from hybridkv.multi_group import MultiGroupBlockTable, TableStep
 from hybridkv.page_index import PageIndexRequest
 from hybridkv.plan import SlotMappingMode

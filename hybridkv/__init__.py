@@ -4,6 +4,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
+    from hybridkv.admission import Admission, Reservation, Verdict
     from hybridkv.block_pool import BlockPool
     from hybridkv.block_table import BlockTable
     from hybridkv.capacity import (
@@ -14,6 +15,7 @@ if TYPE_CHECKING:
         measure_waste,
         mixed_capacity,
     )
+    from hybridkv.copy_list import BlockCopies
     from hybridkv.errors import (
         CheckpointError,
         HybridKVError,
@@ -28,7 +30,7 @@ if TYPE_CHECKING:
     from hybridkv.grouping import KVCacheGroup, group_layers
     from hybridkv.hf_config import model_spec_from_config
     from hybridkv.limits import BatchLimits, KernelConstraints, Load
-    from hybridkv.manager import CacheManager, Reservation, RowState, Verdict
+    from hybridkv.manager import CacheManager, ManagerOptions
     from hybridkv.options import CacheOptions, apply_options
     from hybridkv.plan import CachePlan, GroupPlan, SlotMappingMode
     from hybridkv.planner import describe_cache, plan_cache
@@ -43,6 +45,8 @@ if TYPE_CHECKING:
         plan_report,
         spec_report,
     )
+    from hybridkv.resume_policy import ResumePolicy
+    from hybridkv.row_lengths import RowState
     from hybridkv.specs import (
         CacheTensor,
         ChunkedAttention,
@@ -60,6 +64,7 @@ __version__ = "0.1.0"
 
 # Imported on first use: a plan of a known model starts in half a second, without what it does not need.
 _NAMES = {
+    "hybridkv.admission": ("Admission", "Reservation", "Verdict"),
     "hybridkv.block_pool": ("BlockPool",),
     "hybridkv.block_table": ("BlockTable",),
     "hybridkv.capacity": (
@@ -70,6 +75,7 @@ _NAMES = {
         "measure_waste",
         "mixed_capacity",
     ),
+    "hybridkv.copy_list": ("BlockCopies",),
     "hybridkv.errors": (
         "CheckpointError",
         "HybridKVError",
@@ -91,12 +97,7 @@ _NAMES = {
         "KernelConstraints",
         "Load",
     ),
-    "hybridkv.manager": (
-        "CacheManager",
-        "Reservation",
-        "RowState",
-        "Verdict",
-    ),
+    "hybridkv.manager": ("CacheManager", "ManagerOptions"),
     "hybridkv.options": (
         "CacheOptions",
         "apply_options",
@@ -124,6 +125,8 @@ _NAMES = {
         "plan_report",
         "spec_report",
     ),
+    "hybridkv.resume_policy": ("ResumePolicy",),
+    "hybridkv.row_lengths": ("RowState",),
     "hybridkv.specs": (
         "CacheTensor",
         "ChunkedAttention",
@@ -140,7 +143,9 @@ _NAMES = {
 _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
+    "Admission",
     "BatchLimits",
+    "BlockCopies",
     "BlockPool",
     "BlockTable",
     "CacheManager",
@@ -161,6 +166,7 @@ __all__ = [
     "LayerCache",
     "LayerSpec",
     "Load",
+    "ManagerOptions",
     "MixedCapacity",
     "ModelSpec",
     "NeverFits",
@@ -169,6 +175,7 @@ __all__ = [
     "PlanOptions",
     "PlanReport",
     "Reservation",
+    "ResumePolicy",
     "RowState",
     "SlidingWindow",
     "SlotMappingMode",

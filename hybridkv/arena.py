@@ -9,13 +9,20 @@ Two layouts serve the same block ids and slots:
   and as the yardstick of the slab layout.
 """
 
+from collections.abc import Sequence
 from math import prod
 from typing import Literal
 
+import numpy as np
+from numpy.typing import NDArray
+
 from hybridkv._torch import allocate_zeros, torch
+from hybridkv.copy_list import BlockCopies
 from hybridkv.grouping import TensorPlacement
 from hybridkv.plan import CachePlan, GroupPlan
 from hybridkv.specs import DTYPE_BYTES
+from hybridkv.swapping import host_plan
+from hybridkv_kernels.block_copy import copy_blocks, copy_blocks_of_views, copy_blocks_torch
 
 ArenaLayout = Literal["slab", "contiguous"]
 KVLayout = Literal["NHD", "HND"]
@@ -44,7 +51,7 @@ class Arena:
         self.device = torch.device(device)
         self._views: dict[tuple[int, int, str], torch.Tensor] = {}
         if layout == "slab":
-            self._bytes = allocate_zeros("arena", (plan.arena_bytes,), torch.uint8, self.device)
+            self._bytes = self._allocate_bytes()
         for group in plan.groups:
             for placement in group.tensors:
                 key = (placement.layer, placement.cache_idx, placement.name)
@@ -60,6 +67,60 @@ class Arena:
         except KeyError:
             names = sorted({key[2] for key in self._views if key[0] == layer})
             raise ValueError(f"layer {layer}, cache {cache_idx}: got tensor {name!r}, the layer owns {names}") from None
+
+    def run_copies(self, copies: BlockCopies, host: "HostArena | None" = None) -> None:
+        """Copy whole blocks in the order that `BlockCopies` asks for, on the current stream of a GPU.
+
+        On a GPU each list within the device is one launch, and blocks on their way from or to pinned memory are not
+        waited for. A CPU copies block by block.
+
+        Args:
+            host: where blocks of preempted rows wait.
+
+        Raises: ValueError if blocks are to come from a host or go there and none is given.
+        """
+        if host is None and (len(copies.to_host) or len(copies.from_host)):
+            raise ValueError(
+                f"host: got none, {len(copies.to_host)} blocks are to go there and {len(copies.from_host)} to come back"
+            )
+        self._copy_within(copies.moves)
+        if host is not None:
+            _copy_between(host, self, copies.from_host)
+        self._copy_within(copies.within)
+        if host is not None:
+            _copy_between(self, host, copies.to_host)
+
+    def _copy_within(self, copies: NDArray[np.int64]) -> None:
+        """Copy blocks `[n, 3]` (group, source, destination)."""
+        if not len(copies):
+            return
+        if self.layout == "contiguous":
+            for group, sources, targets in _by_group(copies):
+                on_device = [torch.from_numpy(blocks).to(self.device) for blocks in (sources, targets)]
+                copy_blocks_of_views(self._views_of(group), *on_device)
+            return
+        sizes = [[group.block_stride_bytes, group.payload_bytes_per_block] for group in self.plan.groups]
+        run = copy_blocks_torch if self.device.type == "cpu" else copy_blocks
+        run(
+            self._bytes,
+            torch.from_numpy(np.ascontiguousarray(copies)).to(self.device),
+            torch.tensor([len(copies)], dtype=torch.int32, device=self.device),
+            torch.tensor(sizes, dtype=torch.int64, device=self.device),
+        )
+
+    def _views_of(self, group: int) -> list[torch.Tensor]:
+        """Return the tensors of a group, `[num_blocks, ...]` each."""
+        tensors = self.plan.groups[group].tensors
+        return [self._views[tensor.layer, tensor.cache_idx, tensor.name] for tensor in tensors]
+
+    def _payloads_of(self, group: int) -> torch.Tensor:
+        """Return the bytes `[num_blocks, payload_bytes_per_block]` of a group in the slab layout."""
+        plan = self.plan.groups[group]
+        shape = plan.num_blocks, plan.payload_bytes_per_block
+        return self._bytes.as_strided(shape, (plan.block_stride_bytes, 1))
+
+    def _allocate_bytes(self) -> torch.Tensor:
+        return allocate_zeros("arena", (self.plan.arena_bytes,), torch.uint8, self.device)
 
     def _make_view(self, group: GroupPlan, placement: TensorPlacement) -> torch.Tensor:
         entry = placement.shape
@@ -80,3 +141,40 @@ class Arena:
             (group.block_stride_bytes // element_bytes, *inner_strides),
             placement.offset_bytes // element_bytes,
         )
+
+
+class HostArena(Arena):
+    """Memory on the host for the blocks of preempted rows, laid out in slabs; pinned beside a GPU.
+
+    Args:
+        arena: the arena on the device that blocks come from.
+        num_bytes: the manager's `ManagerOptions.host_bytes`.
+    """
+
+    def __init__(self, arena: Arena, num_bytes: int) -> None:
+        self._pinned = arena.device.type == "cuda"
+        super().__init__(host_plan(arena.plan, num_bytes), kv_layout=arena.kv_layout)
+
+    def _allocate_bytes(self) -> torch.Tensor:
+        memory = super()._allocate_bytes()
+        return memory.pin_memory() if self._pinned else memory
+
+
+def _copy_between(source: Arena, target: Arena, copies: NDArray[np.int64]) -> None:
+    """Copy blocks `[n, 3]` (group, source, destination) from one arena to another."""
+    for group, sources, targets in _by_group(copies):
+        pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]
+        if source.layout == target.layout == "slab":
+            pairs = [(source._payloads_of(group), target._payloads_of(group))]
+        else:
+            pairs = list(zip(source._views_of(group), target._views_of(group), strict=True))
+        for block, to in zip(sources.tolist(), targets.tolist(), strict=True):
+            for read, written in pairs:
+                written[to].copy_(read[block], non_blocking=True)
+
+
+def _by_group(copies: NDArray[np.int64]) -> list[tuple[int, NDArray[np.int64], NDArray[np.int64]]]:
+    """Return each group with its source and destination blocks."""
+    groups = np.unique(copies[:, 0]).tolist()
+    parts = [(group, copies[copies[:, 0] == group]) for group in groups]
+    return [(group, part[:, 1].copy(), part[:, 2].copy()) for group, part in parts]

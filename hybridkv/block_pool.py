@@ -1,224 +1,255 @@
-"""Slabs, blocks, reference counts.
+"""Lending the blocks of every group out of one set of slabs."""
 
-A slab is lent whole to one group, which cuts it into its own blocks. A block is free or held by one or more rows; a
-slab whose last block is freed goes back to all groups. Blocks are lent from the fullest slab first, so that slabs
-empty together.
-"""
+from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 from numpy.typing import NDArray
 
-from hybridkv.errors import InvariantError, OutOfBlocks
-from hybridkv.plan import CachePlan
+from hybridkv.errors import InvariantError
+from hybridkv.pool_check import check_pool
+from hybridkv.pool_state import PoolState
+from hybridkv.slab_exchange import plan_exchange
+from hybridkv.slabs import FREE
 
-_NO_GROUP = -1
 
+class BlockPool(PoolState):
+    """The blocks of every group, and the verbs that change who holds them.
 
-class BlockPool:
-    """The blocks of every group over one set of slabs.
-
-    Attributes:
-        ref_counts: per group `[num_blocks]` int32; 0 is free. Blocks of the reserved slab stay 0 and are never lent.
-        slab_owner: `[num_slabs]` int16, the group a slab is lent to or -1.
-        num_held: `[num_groups]` int64, blocks with a reference.
-        peak_held: `[num_groups]` int64, the largest `num_held` so far.
+    Free blocks are lent from the fullest slab first, so that slabs empty together. A verb that raises leaves everything
+    as it was: whatever can fail comes before the first change. Ids may occur several times in a call and count each
+    time. The verbs take and return flat ids, `[n]` int64.
     """
 
-    def __init__(self, plan: CachePlan) -> None:
-        self.blocks_per_slab = np.array([group.blocks_per_slab for group in plan.groups], dtype=np.int64)
-        self.ref_counts = [np.zeros(group.num_blocks, dtype=np.int32) for group in plan.groups]
-        self.slab_owner = np.full(plan.num_slabs, _NO_GROUP, dtype=np.int16)
-        self._held_in_slab = np.zeros(plan.num_slabs, dtype=np.int32)
-        # A stack: the slab on top is lent next, slab 0 is not in it.
-        self._free_slabs = np.arange(plan.num_slabs - 1, 0, -1, dtype=np.int64)
-        self.num_free_slabs = plan.num_usable_slabs
-        self.num_held = np.zeros(len(plan.groups), dtype=np.int64)
-        self.peak_held = np.zeros(len(plan.groups), dtype=np.int64)
-        self._num_slabs_of = np.zeros(len(plan.groups), dtype=np.int64)
+    def take(self, counts: Sequence[int] | NDArray[np.int64]) -> NDArray[np.int64]:
+        """Lend blocks of every group, each with one holder.
 
-    @property
-    def num_groups(self) -> int:
-        """Number of groups that share the slabs."""
-        return len(self.ref_counts)
-
-    def num_free_in_own_slabs(self) -> NDArray[np.int64]:
-        """Return `[num_groups]`: free blocks in the slabs each group has already."""
-        free: NDArray[np.int64] = self._num_slabs_of * self.blocks_per_slab - self.num_held
-        return free
-
-    def slabs_needed(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many free slabs each request for blocks takes, over all groups.
-
-        Shapes: num_blocks [num_groups, ...]; returns [...]
+        Shapes: counts [num_groups]; returns [sum of counts], group by group
+        Raises: OutOfBlocks if any group's share cannot be met without evicting; nothing is lent then.
         """
-        total: NDArray[np.int64] = self.slabs_needed_by_group(num_blocks).sum(axis=0)
-        return total
+        wanted = np.asarray(counts, dtype=np.int64)
+        listed = wanted.tolist()
+        if wanted.shape != self.offsets.shape or min(listed) < 0:
+            raise ValueError(f"counts: got {listed}, expected {self.num_groups} counts of at least 0")
+        exchange = plan_exchange(self, wanted)
+        parts = exchange.tops(self, listed) if exchange else self.free_stacks.tops(listed)
+        if not parts:
+            return np.empty(0, dtype=np.int64)
+        flat = np.concatenate(parts)
+        touched = flat.copy()
+        held = self.num_held + wanted
+        peak = np.maximum(self.peak_held, held)
+        self._make_room_to_touch()
+        if exchange:
+            exchange.carry_out(self)
+        self.free_stacks.pop(wanted)
+        self.holders[touched] = 1
+        self.num_held[:] = held
+        self.peak_held[:] = peak
+        self.slabs.touch(touched)
+        return flat
 
-    def slabs_needed_by_group(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return how many free slabs each group takes for requests for blocks.
+    def hold(self, flat: NDArray[np.int64]) -> None:
+        """Count one more holder of blocks that are held or referred to by the prefix index.
 
-        Shapes: num_blocks and result [num_groups, ...]
+        Raises: InvariantError if a block is neither.
         """
-        shape = (-1,) + (1,) * (num_blocks.ndim - 1)
-        missing = np.maximum(num_blocks - self.num_free_in_own_slabs().reshape(shape), 0)
-        slabs: NDArray[np.int64] = -(-missing // self.blocks_per_slab.reshape(shape))
-        return slabs
+        ids, times = self._distinct(flat)
+        before = self.holders[ids]
+        after = before + times
+        if np.count_nonzero(before) == len(ids):
+            self.holders[ids] = after
+            return
+        new = ids[before == 0]
+        unknown = new[self.cached[new] == 0]
+        if len(unknown):
+            raise InvariantError(f"{self._name(unknown)} is neither held nor cached")
+        held = self.num_held + self._by_group(new)
+        drained = self._by_group(new[self.draining[new]])
+        peak = np.maximum(self.peak_held, held)
+        self._make_room_to_touch()
+        self.holders[ids] = after
+        self.draining[new] = False
+        self.num_held[:] = held
+        self.num_draining -= drained
+        self.peak_held[:] = peak
+        self.slabs.touch(new)
 
-    def shortfall(self, num_blocks: NDArray[np.int64]) -> NDArray[np.int64]:
-        """Return the blocks that cannot be lent now when groups are served in order.
+    def release(self, flat: NDArray[np.int64], *, after_next: bool = False) -> None:
+        """Count one holder less of each block; what nobody holds then drains, is cached or is free.
 
-        Shapes: num_blocks and result [num_groups, ...]
+        It drains if a step is in flight, until the last one launched has settled; with `after_next` until the next one
+        launched has settled, for copies that were handed out and run before it.
+
+        Raises: InvariantError for a block given up more often than it is held.
         """
-        return slab_shortfall(num_blocks, self.num_free_in_own_slabs(), self.blocks_per_slab, self.num_free_slabs)
+        ids, times = self._distinct(flat)
+        if not len(ids):
+            return
+        after = self.holders[ids] - times
+        gone = ids
+        if np.count_nonzero(after):
+            excess = ids[after < 0]
+            if len(excess):
+                raise InvariantError(f"{self._name(excess)} is given up more often than it is held")
+            gone = ids[after == 0]
+        bounds = gone.searchsorted(self.edges)
+        counts = bounds[1:] - bounds[:-1]
+        step = self.drain_queue.launched + after_next
+        if step > self.drain_queue.settled:
+            self.drain_queue.add(gone, step)
+            self.num_draining += counts
+        elif self.drain_queue.any_waits:
+            waits = self.drain_queue.waits(gone)
+            waiting, rest = gone[waits], gone[~waits]
+            num_waiting = self._by_group(waiting)
+            self._let_go(rest, rest.searchsorted(self.edges))
+            self.draining[waiting] = True
+            self.num_draining += num_waiting
+        else:
+            self._let_go(gone, bounds)
+        self.holders[ids] = after
+        self.num_held -= counts
 
-    def allocate(self, num_blocks: Sequence[int] | NDArray[np.int64]) -> list[NDArray[np.int32]]:
-        """Lend blocks of every group at once, each with one reference.
+    def cache(self, flat: NDArray[np.int64]) -> None:
+        """Count one more reference of the prefix index to blocks that are held or that it refers to already.
 
-        Shapes: num_blocks [num_groups]; returns per group the ids, `[num_blocks[g]]` int32
-        Raises: OutOfBlocks if any group's share cannot be met; nothing is lent then.
+        Raises: InvariantError if a block is neither.
         """
-        wanted = np.asarray(num_blocks, dtype=np.int64)
-        if wanted.shape != (self.num_groups,) or (wanted < 0).any():
-            raise ValueError(f"num_blocks: got {wanted.tolist()}, expected {self.num_groups} counts of at least 0")
-        if self.slabs_needed(wanted) > self.num_free_slabs:
-            short = self.shortfall(wanted)
-            raise OutOfBlocks(_by_group(wanted), _by_group(short))
-        lent: list[NDArray[np.int32]] = []
-        before = self.num_free_slabs, self.num_held.copy(), self.peak_held.copy(), self._num_slabs_of.copy()
-        try:
-            for group, count in enumerate(wanted.tolist()):
-                lent.append(self._allocate_in(group, count))
-        except BaseException:
-            self._take_back(lent)
-            # The slabs above the stack's old top are still in place: nothing was freed since.
-            self.slab_owner[self._free_slabs[self.num_free_slabs : before[0]]] = _NO_GROUP
-            self.num_free_slabs, self.num_held[:], self.peak_held[:], self._num_slabs_of[:] = before
-            raise
-        return lent
+        ids, times = self._distinct(flat)
+        before = self.cached[ids]
+        unknown = ids[(self.holders[ids] | before) == 0]
+        if len(unknown):
+            raise InvariantError(f"{self._name(unknown)} is neither held nor cached")
+        self.cached[ids] = before + times
 
-    def add_reference(self, group: int, block_ids: NDArray[np.int32]) -> None:
-        """Count one more holder of each held block.
+    def uncache(self, flat: NDArray[np.int64]) -> None:
+        """Count one reference of the prefix index less; what nobody holds and nothing refers to is free then.
 
-        Raises: InvariantError if a block is free; nothing is counted then.
+        A draining block goes on draining.
+
+        Raises: InvariantError for a block given up more often than the index refers to it.
         """
-        self._check_held(group, block_ids)
-        np.add.at(self.ref_counts[group], block_ids, 1)
+        ids, times = self._distinct(flat)
+        after = self.cached[ids] - times
+        excess = ids[after < 0]
+        if len(excess):
+            raise InvariantError(f"{self._name(excess)} is uncached more often than it is cached")
+        freed = ids[(after | self.holders[ids] | self.draining[ids]) == 0]
+        self._free(freed, freed.searchsorted(self.edges), freed)
+        self.cached[ids] = after
 
-    def free(self, group: int, block_ids: NDArray[np.int32]) -> int:
-        """Give up one reference of each block; return how many blocks became free.
+    def move(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> None:
+        """Move holders and references from held or cached blocks to free ones of the same groups, pair by pair.
 
-        Raises: InvariantError for a block given up more often than it is held; nothing is freed then.
+        The sources drain until the next step launched has settled: copies of their bytes run before it.
+
+        Shapes: sources, targets [n], distinct
+        Raises: InvariantError if a source is neither held nor cached, a target is not free or a pair's groups differ.
         """
-        if block_ids.size == 0:
-            return 0
-        counts = self.ref_counts[group]
-        self._check_held(group, block_ids)
-        np.subtract.at(counts, block_ids, 1)
-        if (counts[block_ids] < 0).any():
-            worst = int(block_ids[counts[block_ids].argmin()])
-            np.add.at(counts, block_ids, 1)
-            raise InvariantError(f"double free: group {group} block {worst} is given up more often than it is held")
-        freed = np.unique(block_ids[counts[block_ids] == 0])
-        if freed.size == 0:
-            return 0
-        self.num_held[group] -= freed.size
-        slabs = freed.astype(np.int64) // self.blocks_per_slab[group]
-        touched = np.unique(slabs)
-        self._count_held(group, touched)
-        empty = touched[self._held_in_slab[touched] == 0]
-        self.slab_owner[empty] = _NO_GROUP
-        self._free_slabs[self.num_free_slabs : self.num_free_slabs + empty.size] = empty
-        self.num_free_slabs += empty.size
-        self._num_slabs_of[group] -= empty.size
-        return int(freed.size)
+        sources, targets = np.asarray(sources, dtype=np.int64), np.asarray(targets, dtype=np.int64)
+        if not len(sources) == len(targets):
+            raise ValueError(f"targets: got {len(targets)}, expected one for each of {len(sources)} sources")
+        if not len(sources):
+            return
+        counts = self._check_moves(sources, targets)
+        filled = np.zeros(len(self.holders), dtype=np.bool_)
+        filled[targets] = True
+        stacks = {}
+        for group in np.flatnonzero(counts).tolist():
+            stack = self.free_stacks.content(group)
+            stacks[group] = stack[~filled[stack]]
+        holders, cached, touched = self.holders[sources], self.cached[sources], np.concatenate([sources, targets])
+        self._make_room_to_touch()
+        self.drain_queue.add(touched[: len(sources)], self.drain_queue.launched + 1)
+        for group, stack in stacks.items():
+            self.free_stacks.replace(group, stack, is_sorted=False)
+        self.holders[targets], self.cached[targets] = holders, cached
+        self.holders[sources], self.cached[sources] = 0, 0
+        self.num_draining += counts
+        self.slabs.touch(touched)
+
+    def launch(self) -> int:
+        """Count a launched step and return its number, from 1 on."""
+        return self.drain_queue.launch()
+
+    def settle(self, step: int) -> None:
+        """Count all steps up to `step` as finished; blocks that drained for them become cached or free.
+
+        Raises: ValueError if the step has settled already or was never launched.
+        """
+        ready, left = self.drain_queue.ready(step)
+        bounds = ready.searchsorted(self.edges)
+        counts = bounds[1:] - bounds[:-1]
+        self._let_go(ready, bounds)
+        self.drain_queue.settle(step, ready, left)
+        self.num_draining -= counts
 
     def check(self) -> None:
         """Check the accounting identity of every group and slab.
 
         Raises: InvariantError if a count does not add up.
         """
-        for group, counts in enumerate(self.ref_counts):
-            per_slab = (counts.reshape(-1, self.blocks_per_slab[group]) > 0).sum(axis=1)
-            mine = self.slab_owner == group
-            if per_slab[~mine].any() or (counts < 0).any() or counts[: self.blocks_per_slab[group]].any():
-                raise InvariantError(f"group {group} holds a block outside its slabs, a null block or a negative count")
-            if per_slab.sum() != self.num_held[group] or (per_slab[mine] != self._held_in_slab[mine]).any():
-                raise InvariantError(
-                    f"group {group}: {per_slab.sum()} blocks are held, {self.num_held[group]} are counted"
-                )
-            if (per_slab[mine] == 0).any() or mine.sum() != self._num_slabs_of[group]:
-                raise InvariantError(f"group {group} keeps an empty slab or miscounts its slabs")
-        free = np.sort(self._free_slabs[: self.num_free_slabs])
-        if not np.array_equal(free, np.flatnonzero(self.slab_owner == _NO_GROUP)[1:]):
-            raise InvariantError("the free slabs are not the slabs without owner")
+        check_pool(self)
 
-    def _take_back(self, lent: Sequence[NDArray[np.int32]]) -> None:
-        for group, ids in enumerate(lent):
-            self.ref_counts[group][ids] = 0
-            self._count_held(group, np.unique(ids // self.blocks_per_slab[group]))
+    def _distinct(self, flat: NDArray[np.int64]) -> tuple[NDArray[np.int64], NDArray[np.int32] | np.int32]:
+        """Return the ids once each, rising, and how often each one occurs."""
+        ids = np.asarray(flat, dtype=np.int64).copy()
+        ids.sort()
+        if len(ids) and (ids[0] < 0 or ids[-1] >= len(self.holders)):
+            raise InvariantError(f"flat ids {ids[0]}..{ids[-1]} are not within 0..{len(self.holders) - 1}")
+        if np.count_nonzero(ids[1:] == ids[:-1]):
+            ids, times = np.unique(ids, return_counts=True)
+            return ids, times.astype(np.int32)
+        return ids, np.int32(1)
 
-    def _allocate_in(self, group: int, count: int) -> NDArray[np.int32]:
-        if count == 0:
-            return np.empty(0, dtype=np.int32)
-        per_slab = int(self.blocks_per_slab[group])
-        own = self._fullest_slabs_with_room(group, per_slab, count)
-        room = (own[:, None] * per_slab + np.arange(per_slab)).reshape(-1)
-        room = room[self.ref_counts[group][room] == 0][:count]
-        num_new = -(-(count - len(room)) // per_slab)
-        self.num_free_slabs -= num_new
-        new = self._free_slabs[self.num_free_slabs : self.num_free_slabs + num_new][::-1].copy()
-        self.slab_owner[new] = group
-        self._num_slabs_of[group] += num_new
-        fresh = (new[:, None] * per_slab + np.arange(per_slab)).reshape(-1)[: count - len(room)]
-        ids = np.concatenate([room, fresh]).astype(np.int32)
-        self.ref_counts[group][ids] = 1
-        self._count_held(group, own)
-        self._count_held(group, new)
-        self.num_held[group] += count
-        self.peak_held[group] = max(self.peak_held[group], self.num_held[group])
-        return ids
+    def _by_group(self, rising: NDArray[np.int64]) -> NDArray[np.int64]:
+        bounds = rising.searchsorted(self.edges)
+        counts: NDArray[np.int64] = bounds[1:] - bounds[:-1]
+        return counts
 
-    def _count_held(self, group: int, slabs: NDArray[np.int64]) -> None:
-        per_slab = self.ref_counts[group].reshape(-1, self.blocks_per_slab[group])
-        self._held_in_slab[slabs] = np.count_nonzero(per_slab[slabs], axis=1)
+    def _let_go(self, flat: NDArray[np.int64], bounds: NDArray[np.int64]) -> None:
+        """Make rising blocks cached or free; group g's are those from `bounds[g]` to `bounds[g + 1]`."""
+        cached = self.cached[flat]
+        if np.count_nonzero(cached):
+            freed = flat[cached == 0]
+            self._free(freed, freed.searchsorted(self.edges), flat)
+        else:
+            self._free(flat, bounds, flat)
 
-    def _fullest_slabs_with_room(self, group: int, per_slab: int, count: int) -> NDArray[np.int64]:
-        if self._num_slabs_of[group] * per_slab == self.num_held[group]:
-            return np.empty(0, dtype=np.int64)
-        room = np.flatnonzero((self.slab_owner == group) & (self._held_in_slab < per_slab))
-        order = room[np.argsort(-self._held_in_slab[room], kind="stable")]
-        enough = np.searchsorted(np.cumsum(per_slab - self._held_in_slab[order]), count) + 1
-        fullest: NDArray[np.int64] = order[:enough]
-        return fullest
+    def _free(self, freed: NDArray[np.int64], bounds: NDArray[np.int64], touched: NDArray[np.int64]) -> None:
+        """Put rising blocks on the stacks; note all that were touched."""
+        counts = bounds[1:] - bounds[:-1]
+        places = self.free_stacks.places(bounds, counts)
+        self._make_room_to_touch()
+        self.free_stacks.push(freed, places, counts)
+        self.slabs.touch(touched)
 
-    def _check_held(self, group: int, block_ids: NDArray[np.int32]) -> None:
-        counts = self.ref_counts[group]
-        if block_ids.size == 0:
-            return
-        if block_ids.min() < 0 or block_ids.max() >= len(counts) or (counts[block_ids] <= 0).any():
-            inside = (block_ids >= 0) & (block_ids < len(counts))
-            held = inside & (counts[np.where(inside, block_ids, 0)] > 0)
-            raise InvariantError(f"group {group} block {block_ids[~held][0]} is not held by anyone")
+    def _make_room_to_touch(self) -> None:
+        """Count the slabs before a change if many changes wait to be counted."""
+        if self.slabs.must_count:
+            self.counted_slabs()
 
+    def _check_moves(self, sources: NDArray[np.int64], targets: NDArray[np.int64]) -> NDArray[np.int64]:
+        """Return how many blocks move in each group.
 
-def slab_shortfall(
-    num_blocks: NDArray[np.int64], num_free: NDArray[np.int64], blocks_per_slab: NDArray[np.int64], num_slabs: int
-) -> NDArray[np.int64]:
-    """Return the blocks missing when groups take their free blocks, then slabs, in order.
+        Raises: InvariantError if the moves are not as `move` wants them.
+        """
+        distinct, times = self._distinct(np.concatenate([sources, targets]))
+        if len(distinct) < len(sources) + len(targets):
+            raise InvariantError(f"{self._name(distinct[times > 1])} is moved twice")
+        idle = (self.states(sources) == FREE) | self.draining[sources]
+        if np.count_nonzero(idle):
+            raise InvariantError(f"{self._name(sources[idle])} is moved but neither held nor cached")
+        groups = self.edges.searchsorted(targets, side="right") - 1
+        is_free = (self.states(targets) == FREE) & (self.slab_owner[self.slabs.slab_of[targets]] == groups)
+        if not is_free.all():
+            raise InvariantError(f"{self._name(targets[~is_free])} is moved to but not a free block of its group")
+        if (self.edges.searchsorted(sources, side="right") - 1 != groups).any():
+            raise InvariantError(f"{self._name(targets)} and other targets: got sources of another group")
+        return np.bincount(groups, minlength=self.num_groups)
 
-    Shapes: num_blocks and result [num_groups, ...]; num_free, blocks_per_slab [num_groups]
-    """
-    short = np.zeros_like(num_blocks)
-    slabs_left = np.full(num_blocks.shape[1:], num_slabs, dtype=np.int64)
-    for group, per_slab in enumerate(blocks_per_slab):
-        missing = np.maximum(num_blocks[group] - num_free[group], 0)
-        taken = np.minimum(-(-missing // per_slab), slabs_left)
-        short[group] = np.maximum(missing - taken * per_slab, 0)
-        slabs_left = slabs_left - taken
-    return short
-
-
-def _by_group(counts: NDArray[np.int64]) -> Mapping[int, int]:
-    return {group: int(count) for group, count in enumerate(counts) if count}
+    def _name(self, flat: NDArray[np.int64]) -> str:
+        group = int(self.edges.searchsorted(flat[0], side="right")) - 1
+        return f"group {group} block {flat[0] - self.offsets[group]}"

@@ -137,8 +137,7 @@ def mixed_capacity(plan: CachePlan, lengths: Sequence[int], max_starts: int = 25
     for start in starts.tolist():
         order = (start + np.arange(most)) % len(lengths)
         blocks = np.cumsum(held[:, order], axis=1) + np.maximum.accumulate(extra[:, order], axis=1)
-        fits = pool.slabs_needed(blocks) <= pool.num_free_slabs
-        counts.append(int(fits.sum()))
+        counts.append(int(pool.fits_now(blocks).sum()))
         tokens.append(int(np.asarray(lengths)[order[: counts[-1]]].sum()))
     return MixedCapacity(min(counts), float(np.mean(counts)), max(counts), float(np.mean(tokens)))
 
@@ -152,7 +151,7 @@ def measure_waste(plan: CachePlan, context: int, num_seqs: int) -> Waste:
     check_integer("num_seqs", num_seqs, 0, INT32_MAX)
     pool = BlockPool(plan)
     blocks = blocks_of(plan, context, num_seqs)
-    lent_slabs = pool.slabs_needed_by_group(blocks)
+    lent_slabs = -(-blocks // pool.blocks_per_slab)
     if lent_slabs.sum() > pool.num_free_slabs:
         raise SpecError(
             f"num_seqs: got {num_seqs} of {context} tokens, which take {lent_slabs.sum()} slabs; the plan has "
@@ -184,7 +183,7 @@ def _blocks_of_one(plan: CachePlan, context: int, in_flight: int) -> NDArray[np.
 
 
 def _fits(pool: BlockPool, plan: CachePlan, context: int, num_seqs: int) -> bool:
-    return bool(pool.slabs_needed(blocks_of(plan, context, num_seqs)) <= pool.num_free_slabs)
+    return bool(pool.fits_now(blocks_of(plan, context, num_seqs)))
 
 
 def _check_context(plan: CachePlan, name: str, context: int) -> None:

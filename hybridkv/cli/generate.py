@@ -149,6 +149,10 @@ def _engine_config(options: RunOptions, device: torch.device) -> EngineConfig:
         max_num_batched_tokens=batched,
         max_model_len=options.max_model_len,
         preempt_every=options.preempt_every,
+        prefix_caching=options.prefix_caching,
+        resume_every=options.resume_every,
+        host_memory_bytes=options.host_memory_bytes,
+        watermark=options.watermark,
     )
 
 

@@ -18,6 +18,7 @@ _GROUP_FIELDS = (
     "peak_blocks",
     "peak_blocks_per_row",
     "num_blocks_freed_out_of_window",
+    "cached_blocks",
 )
 
 
@@ -52,6 +53,8 @@ def print_json(result: RunResult, out: TextIO) -> None:
             "tokens_per_second": stats.tokens_per_second,
             "num_preemptions": stats.num_preemptions,
             "num_steps": stats.num_steps,
+            "num_computed_tokens": stats.num_computed_tokens,
+            "num_hit_tokens": stats.num_hit_tokens,
             "groups": [{name: getattr(group, name) for name in _GROUP_FIELDS} for group in stats.groups],
         },
         "verify": None
@@ -95,6 +98,7 @@ def print_stats(stats: EngineStats, out: TextIO) -> None:
         "peak bytes",
         "peak a row",
         "freed out of window",
+        "cached",
     ):
         table.add_column(heading, justify="right")
     for group in stats.groups:
@@ -107,6 +111,7 @@ def print_stats(stats: EngineStats, out: TextIO) -> None:
             format_bytes(group.peak_blocks * group.block_bytes),
             group.peak_blocks_per_row,
             group.num_blocks_freed_out_of_window,
+            group.cached_blocks,
         )
         table.add_row(group.lifecycle, *map(str, numbers))
     console = Console(file=out) if out.isatty() else Console(file=out, width=120)
@@ -115,6 +120,9 @@ def print_stats(stats: EngineStats, out: TextIO) -> None:
         f"{stats.num_generated_tokens} tokens in {stats.num_steps} steps, {stats.tokens_per_second:.1f} tokens/s, "
         f"{stats.num_preemptions} preemptions",
         highlight=False,
+    )
+    console.print(
+        f"{stats.num_computed_tokens} tokens computed, {stats.num_hit_tokens} found in the cache", highlight=False
     )
 
 

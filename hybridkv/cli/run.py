@@ -46,6 +46,10 @@ class RunOptions:
     device: str | None
     cache_dir: Path
     preempt_every: int
+    prefix_caching: bool
+    resume_every: int | None
+    host_memory_bytes: int
+    watermark: float
     json: bool
     stats: bool
     verify: bool
@@ -104,8 +108,23 @@ def run(  # noqa: PLR0913  (one argument an option is how typer works)
         typer.Option(metavar="DIR", help="Where converted GGUF files are kept. (default: ~/.cache/hybridkv)"),
     ] = None,
     preempt_every: Annotated[int, typer.Option(min=0, help="Preempt a sequence every N steps, as a test.")] = 0,
+    no_prefix_cache: Annotated[
+        bool, typer.Option("--no-prefix-cache", help="Keep nothing of ended sequences for prompts that begin alike.")
+    ] = False,
+    resume_every: Annotated[
+        int | None, typer.Option(min=1, help="Keep windows and states every N tokens too. (default: at ends only)")
+    ] = None,
+    swap: Annotated[
+        str | None,
+        typer.Option(metavar="SIZE", help="Host memory for preempted sequences, such as 1GiB. (default: none)"),
+    ] = None,
+    watermark: Annotated[
+        float, typer.Option(help="Part of the memory that new sequences leave to running ones, 0 to below 1.")
+    ] = 0.0,
     json: Annotated[bool, typer.Option("--json", help="Print one JSON object.")] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="Print blocks, bytes, preemptions, speed.")] = False,
+    stats: Annotated[
+        bool, typer.Option("--stats", help="Print blocks, bytes, cache hits, preemptions, speed.")
+    ] = False,
     verify: Annotated[
         bool, typer.Option("--verify", help="Compare with Hugging Face's own generation; exit 1 if unequal.")
     ] = False,
@@ -135,6 +154,10 @@ def run(  # noqa: PLR0913  (one argument an option is how typer works)
             device=device,
             cache_dir=default_cache_dir() if cache_dir is None else cache_dir,
             preempt_every=preempt_every,
+            prefix_caching=not no_prefix_cache,
+            resume_every=resume_every,
+            host_memory_bytes=0 if swap is None else parse_bytes(swap),
+            watermark=watermark,
             json=json,
             stats=stats,
             verify=verify,

@@ -5,7 +5,22 @@ from importlib.util import find_spec
 if find_spec("transformers") is None:
     raise ImportError("hybridkv.runner needs transformers: install it with `pip install 'hybridkv[run]'`")
 
-from hybridkv.runner.engine import Engine, EngineConfig, EngineStats, GroupStats
-from hybridkv.runner.sequence import Completion, SamplingParams
+from hybridkv.runner.beams import Beam, BeamParams
+from hybridkv.runner.config import EngineConfig
+from hybridkv.runner.drafting import PromptLookup
+from hybridkv.runner.engine import Engine
+from hybridkv.runner.sequence import Completion, SamplingParams, StepOutput
+from hybridkv.runner.stats import EngineStats, GroupStats
 
-__all__ = ["Completion", "Engine", "EngineConfig", "EngineStats", "GroupStats", "SamplingParams"]
+__all__ = [
+    "Beam",
+    "BeamParams",
+    "Completion",
+    "Engine",
+    "EngineConfig",
+    "EngineStats",
+    "GroupStats",
+    "PromptLookup",
+    "SamplingParams",
+    "StepOutput",
+]

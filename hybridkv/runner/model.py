@@ -60,22 +60,22 @@ class HostedModel:
 
     @torch.inference_mode()
     def forward(
-        self, input_ids: torch.Tensor, geometry: BatchGeometry, step: ForwardStep, sampled: Sequence[int]
+        self, input_ids: torch.Tensor, geometry: BatchGeometry, step: ForwardStep, logits_at: Sequence[int]
     ) -> torch.Tensor:
         """Run the packed batch; the cache holds its keys and values afterwards.
 
         Args:
-            sampled: batch positions whose last token's logits are wanted.
+            logits_at: which of the T tokens' logits are wanted.
 
-        Shapes: input_ids [T] int64; returns [len(sampled), vocab_size]
+        Shapes: input_ids [T] int64; returns [len(logits_at), vocab_size]
         """
-        last_tokens = torch.from_numpy(geometry.last_token_indices[list(sampled)]).to(input_ids.device)
+        wanted = torch.tensor(list(logits_at), dtype=torch.int64, device=input_ids.device)
         with self._pass_lock.lock, self._hosted(step):
             output = self._model(
                 input_ids=input_ids[None],
                 position_ids=geometry.positions[None],
                 use_cache=False,
-                logits_to_keep=last_tokens,
+                logits_to_keep=wanted,
                 past_key_values=StepCache(step, geometry.positions) if self._asks_the_cache else None,
                 **{STEP_ARGUMENT: step},
             )

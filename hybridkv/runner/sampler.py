@@ -11,7 +11,7 @@ class Sampler:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._generators: dict[int, torch.Generator] = {}
+        self._generators: dict[tuple[int, int], torch.Generator] = {}
 
     def sample(self, logits: torch.Tensor, sequences: Seq[Sequence]) -> list[int]:
         """Return one token per sequence.
@@ -28,7 +28,7 @@ class Sampler:
 
     def forget(self, sequence: Sequence) -> None:
         """Drop a finished sequence's random stream."""
-        self._generators.pop(sequence.request_idx, None)
+        self._generators.pop(_key(sequence), None)
 
     def _draw(self, logits: torch.Tensor, sequence: Sequence) -> int:
         params = sequence.params
@@ -45,12 +45,16 @@ class Sampler:
         return int(torch.multinomial(probabilities, 1, generator=self._generator(sequence)))
 
     def _generator(self, sequence: Sequence) -> torch.Generator:
-        generator = self._generators.get(sequence.request_idx)
+        generator = self._generators.get(_key(sequence))
         if generator is None:
             generator = torch.Generator(self._device)
             if sequence.params.seed is None:
                 generator.seed()
             else:
                 generator.manual_seed(sequence.params.seed)
-            self._generators[sequence.request_idx] = generator
+            self._generators[_key(sequence)] = generator
         return generator
+
+
+def _key(sequence: Sequence) -> tuple[int, int]:
+    return sequence.request_idx, sequence.choice_idx

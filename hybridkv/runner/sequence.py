@@ -1,13 +1,15 @@
 """What a caller asks for, what a running sequence remembers, what the caller gets."""
 
-from dataclasses import dataclass, field
+from collections.abc import Hashable
+from dataclasses import dataclass, field, replace
 from enum import Enum
 from typing import Literal
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from hybridkv.errors import InvalidRequest
+from hybridkv.errors import InvalidRequest, InvariantError
+from hybridkv.runner.text import TextStream
 from hybridkv.units import RowId
 
 FinishReason = Literal["stop", "length"]
@@ -26,6 +28,7 @@ class SamplingParams:
         seed: of this sequence's own random stream; None takes an unpredictable one.
         stop_token_ids: tokens that end the sequence; the token is kept in the output.
         stop: texts that end the sequence; the text is cut before them.
+        n: completions of the prompt, which is computed once; the i-th takes `seed + i`.
 
     Raises: InvalidRequest for a value out of range.
     """
@@ -37,6 +40,7 @@ class SamplingParams:
     seed: int | None = None
     stop_token_ids: frozenset[int] = frozenset()
     stop: tuple[str, ...] = ()
+    n: int = 1
 
     def __post_init__(self) -> None:
         """Refuse values out of range."""
@@ -55,6 +59,7 @@ class SamplingParams:
                 isinstance(self.stop, tuple) and all(isinstance(text, str) and text for text in self.stop),
                 "a tuple of texts that are not empty",
             ),
+            ("n", _is_int(self.n) and self.n >= 1, "an integer of at least 1"),
         ):
             if not valid:
                 raise InvalidRequest(f"{name}: got {getattr(self, name)!r}, expected {rule}")
@@ -62,13 +67,14 @@ class SamplingParams:
 
 @dataclass(frozen=True)
 class Completion:
-    """The outcome of one request.
+    """One completion of a request.
 
     Attributes:
         token_ids: the new tokens, a stop token included.
         text: the completion, cut before a stop text; None without a tokenizer.
         num_cached_tokens: prompt tokens whose cache was reused.
         finish_reason: `"stop"` for a stop token or text, `"length"` at `max_new_tokens` or the model's length.
+        choice_idx: which of the request's completions it is, from 0 to `SamplingParams.n` - 1.
     """
 
     token_ids: list[int]
@@ -76,6 +82,24 @@ class Completion:
     num_prompt_tokens: int
     num_cached_tokens: int
     finish_reason: FinishReason
+    choice_idx: int = 0
+
+
+@dataclass(frozen=True)
+class StepOutput:
+    """What a step added to one completion of a request.
+
+    Attributes:
+        token_ids: its new tokens.
+        text: the text that became certain.
+        completion: the whole of it, with its last token.
+    """
+
+    request_id: int
+    choice_idx: int
+    token_ids: list[int]
+    text: str
+    completion: Completion | None
 
 
 class Phase(Enum):
@@ -96,10 +120,11 @@ class Sequence:
         | in the cache ........ | to compute ........ |
         0             num_computed_tokens         num_tokens
 
-    A preempted sequence starts over with `num_computed_tokens` 0 and keeps its new tokens; `num_tokens_at_start` is
-    what it had when it last started.
+    A preempted sequence comes back with what is still cached of its tokens, and keeps its new ones;
+    `num_tokens_at_start` is what it had when it last started. Drafts lie behind its tokens until they are verified.
+    `request_idx` is its request's id once it is queued, before that the prompt's place in the call.
 
-    Shapes: `tokens` [most tokens it can reach] int64, the first `num_tokens` valid
+    Shapes: `tokens` [most tokens it can reach] int64, the first `num_tokens` valid, then `num_drafts` to be verified
     """
 
     request_idx: int
@@ -110,10 +135,14 @@ class Sequence:
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0
     num_tokens_at_start: int = 0
+    num_drafts: int = 0
+    choice_idx: int = 0
+    salt: Hashable = None
     row: RowId | None = None
     phase: Phase = Phase.WAITING
     finish_reason: FinishReason | None = None
-    pieces: list[str] = field(default_factory=list)
+    stream: TextStream | None = field(default=None, repr=False)
+    has_other_choices: bool = False
 
     @classmethod
     def create(cls, request_idx: int, prompt: ArrayLike, params: SamplingParams, max_model_len: int) -> "Sequence":
@@ -137,10 +166,47 @@ class Sequence:
         tokens[: ids.size] = ids
         return cls(request_idx, tokens, ids.size, params, ids.size)
 
+    def other_choices(self) -> "list[Sequence]":
+        """Return the other completions of a new sequence's prompt, waiting without a row."""
+        params, others = self.params, []
+        for choice_idx in range(1, params.n):
+            seed = None if params.seed is None else (params.seed + choice_idx) % 2**63
+            others.append(
+                replace(
+                    self,
+                    tokens=self.tokens.copy(),
+                    params=replace(params, seed=seed),
+                    num_tokens=self.num_prompt_tokens,
+                    num_computed_tokens=0,
+                    num_cached_tokens=0,
+                    choice_idx=choice_idx,
+                    has_other_choices=False,
+                    row=None,
+                    phase=Phase.WAITING,
+                    stream=None if self.stream is None else self.stream.fresh(),
+                )
+            )
+        return others
+
+    @property
+    def token_ids(self) -> NDArray[np.int64]:
+        """The prompt and the tokens generated so far."""
+        return self.tokens[: self.num_tokens]
+
     @property
     def num_remaining_tokens(self) -> int:
         """Known tokens that are not in the cache yet."""
         return self.num_tokens - self.num_computed_tokens
+
+    @property
+    def admitted_row(self) -> RowId:
+        """The row of a sequence that has one.
+
+        Raises: InvariantError if it has none.
+        """
+        if self.row is None:
+            raise InvariantError(f"request {self.request_idx} has no row")
+        return self.row
 
     @property
     def is_decoding(self) -> bool:

@@ -32,6 +32,10 @@ class TextStream:
         self.text = ""
         self.stopped = False
 
+    def fresh(self) -> "TextStream":
+        """Return a stream of the same kind for another sequence."""
+        return TextStream(self._tokenizer, self._stop)
+
     def push(self, token_id: int) -> str:
         """Add a token; return the text that is certain now."""
         self._token_ids.append(token_id)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from math import prod
 
+import numpy as np
 import pytest
 import torch
 
@@ -31,8 +32,7 @@ def lend_everything(plan: CachePlan) -> list[list[int]]:
         wanted = [0] * len(plan.groups)
         group = turn % len(plan.groups)
         wanted[group] = plan.groups[group].blocks_per_slab
-        for group_id, ids in enumerate(pool.allocate(wanted)):
-            lent[group_id] += ids.tolist()
+        lent[group] += (pool.take(np.array(wanted)) - pool.offsets[group]).tolist()
     assert pool.num_free_slabs == 0
     return lent
 

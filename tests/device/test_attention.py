@@ -150,7 +150,7 @@ class Step:
 
     def _reserve(self, manager: CacheManager) -> None:
         """Bring every row to its computed length, then reserve its step; rows are unlike batch positions."""
-        rows = [manager.admit(1) for _ in range(len(self.case.work) + 1)][:0:-1]
+        rows = [manager.admit(1).admitted_row for _ in range(len(self.case.work) + 1)][:0:-1]
         for row, (computed, scheduled) in zip(rows, self.case.work, strict=True):
             while manager.num_computed_tokens[row] < computed:
                 count = min(5, computed - int(manager.num_computed_tokens[row]))

@@ -1,57 +1,52 @@
-"""Group isolation: no request ever reads another request's, group's or layer's bytes."""
+"""Cache isolation: no request ever reads bytes of other content, another group or another layer."""
 
-import numpy as np
+from contextlib import nullcontext
+
 import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hybridkv import HybridKVError
-from hybridkv.multi_group import MultiGroupBlockTable
-from hybridkv.plan import SlotMappingMode
-from hybridkv.table_arrays import TableArrays
+from hybridkv.resume_policy import ResumePolicy
+from hybridkv_kernels.block_copy import copy_blocks, copy_blocks_reference
 from tests.host_paths import using
-from tests.world import MAX_GROWTH, World, random_walk
+from tests.world import World
+from tests.world_bugs import BUGS
+from tests.world_memory import EQUAL_SIZES
+from tests.world_requests import WorldConfig
+from tests.world_walk import WEIGHTS, random_walk, random_walks
 
-GROWTH = st.integers(1, MAX_GROWTH)
+EVERY = ResumePolicy(every=8)
+CONFIGS = {
+    "all groups": WorldConfig(),
+    "all groups, equal blocks, points every 8": WorldConfig(block_sizes=EQUAL_SIZES, policy=EVERY, num_slabs=34),
+    "all groups, contiguous, room for many": WorldConfig(layout="contiguous", block_sizes=EQUAL_SIZES, num_slabs=60),
+    "all groups, asynchronous": WorldConfig(is_async=True, num_slabs=34),
+    "all groups, asynchronous, equal blocks": WorldConfig(is_async=True, block_sizes=EQUAL_SIZES, num_slabs=45),
+    "full and window": WorldConfig(lifecycles=(0, 1), num_slabs=40),
+    "full and state, watermark": WorldConfig(lifecycles=(0, 3), num_slabs=20, watermark=0.1),
+    "chunk and full, asynchronous": WorldConfig(lifecycles=(2, 0), is_async=True, num_slabs=36),
+    "state and window, asynchronous": WorldConfig(lifecycles=(3, 1), is_async=True, num_slabs=24, policy=EVERY),
+    "full, window and chunk, contiguous": WorldConfig(lifecycles=(0, 1, 2), layout="contiguous", num_slabs=40),
+}
 
 
 class IsolationMachine(RuleBasedStateMachine):
-    """Any order of admit, grow, preempt, resume, finish and move over 2-4 groups."""
+    """Any order of the verbs of a manager over 2-4 groups."""
 
-    @initialize(num_groups=st.integers(2, 4), num_slabs=st.integers(12, 40))
-    def start(self, num_groups, num_slabs):
-        self.world = World(num_groups, num_slabs)
+    @initialize(config=st.sampled_from(list(CONFIGS)), seed=st.integers(0, 2**16))
+    def start(self, config, seed):
+        self.world = World(CONFIGS[config], seed)
 
-    @rule()
-    def admit(self):
-        self.world.admit()
+    @rule(verb=st.sampled_from([*WEIGHTS, "admit", "grow", "grow"]))
+    def act(self, verb):
+        self.world.act(verb)
 
-    @precondition(lambda self: self.world.running)
-    @rule(data=st.data())
-    def grow(self, data):
-        chosen = data.draw(st.lists(st.sampled_from(self.world.running), unique=True, min_size=1))
-        self.world.grow(chosen, data.draw(st.lists(GROWTH, min_size=len(chosen), max_size=len(chosen))))
-
-    @precondition(lambda self: self.world.running)
-    @rule(data=st.data())
-    def preempt(self, data):
-        self.world.preempt(data.draw(st.sampled_from(self.world.running)))
-
-    @precondition(lambda self: self.world.preempted)
-    @rule(data=st.data(), num_tokens=GROWTH)
-    def resume(self, data, num_tokens):
-        self.world.resume(data.draw(st.sampled_from(sorted(self.world.preempted))), num_tokens)
-
-    @precondition(lambda self: self.world.rows)
-    @rule(data=st.data())
-    def finish(self, data):
-        self.world.finish(data.draw(st.sampled_from(sorted(self.world.rows))))
-
-    @precondition(lambda self: self.world.rows)
-    @rule(data=st.data())
-    def move(self, data):
-        self.world.move(data.draw(st.sampled_from(sorted(self.world.rows))))
+    @precondition(lambda self: len(self.world.running) > 1)
+    @rule(verb=st.sampled_from(["fork", "reorder", "swap_out", "compact", "finish"]))
+    def share(self, verb):
+        self.world.act(verb)
 
     @invariant()
     def nothing_is_corrupted(self):
@@ -59,105 +54,57 @@ class IsolationMachine(RuleBasedStateMachine):
             self.world.check()
 
 
-IsolationMachine.TestCase.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
+IsolationMachine.TestCase.settings = settings(max_examples=15, stateful_step_count=40, deadline=None)
 TestIsolation = IsolationMachine.TestCase
 
 
-@pytest.mark.parametrize("layout", ["slab", "contiguous"])
-def test_a_long_walk_finds_no_foreign_stamp(layout):
-    """5,000 random actions in each layout leave every stamp where it belongs."""
-    world = World(4, 24, layout)
-    random_walk(world, 5_000, seed=1)
-    assert world.manager.num_preemptions > 50
-    assert world.manager.num_freed_out_of_window[1] > 100
+@pytest.mark.parametrize("name", CONFIGS)
+def test_a_long_walk_finds_no_foreign_stamp(name):
+    """1,000 random actions in each kind of world leave every stamp where it belongs, and sequences do share."""
+    with using("numpy") if CONFIGS[name].is_async else nullcontext():
+        world = World(CONFIGS[name], seed=3)
+        random_walk(world, 1_000)
+    assert world.counts["hits"] >= 5
+    assert world.counts["hits with a tail"] >= 2
+    assert world.counts["swapped in"] >= 2
+    assert world.counts["rolled back"] > 20
+    assert not CONFIGS[name].is_async or world.counts["late tokens"] > 100
+    assert sum(world.manager.num_freed_out_of_window) > 50 or CONFIGS[name].lifecycles == (0, 3)
+    assert world.manager.num_preemptions > 20
+
+
+def test_a_walk_without_prefix_caching_shares_by_forks_alone():
+    """300 random actions without an index leave every stamp where it belongs, and nothing is hit."""
+    world = World(WorldConfig(prefix_caching=False, is_async=True, num_slabs=40), seed=1)
+    random_walk(world, 300)
+    assert world.counts["hits"] == 0
+    assert world.counts["within"] > 10
 
 
 @pytest.mark.full
-@pytest.mark.parametrize("num_groups", [2, 3, 4])
-@pytest.mark.parametrize("seed", range(5))
-def test_longer_walks_find_no_foreign_stamp(num_groups, seed):
-    """20,000 random actions, for each number of groups and several seeds, leave every stamp where it belongs."""
-    world = World(num_groups, 16 + 4 * seed)
-    random_walk(world, 20_000, seed)
+@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("seed", range(2, 7))
+def test_longer_walks_find_no_foreign_stamp(name, seed):
+    """2,000 random actions in each kind of world and for several seeds leave every stamp where it belongs."""
+    world = World(CONFIGS[name], seed)
+    random_walk(world, 2_000)
     assert world.num_requests > 100
 
 
-def _move_without_clearing(self, sources, targets):
-    """`move` that forgets to clear the source rows."""
-    first = self.first.reshape(-1)[sources].astype(np.int64)
-    counts, ids = self.count.reshape(-1)[sources] - first, self.live_ids(sources)
-    self.clear(targets)
-    self.set_rows(targets, first, counts, ids)
+@pytest.mark.parametrize("copy", [copy_blocks_reference, copy_blocks])
+def test_every_way_to_copy_blocks_keeps_the_stamps(copy):
+    """The reference and the kernel run the manager's copies as the plain memory copies of the other walks do."""
+    world = World(WorldConfig(num_slabs=45, defer=0.7, copy=copy), seed=3)
+    random_walk(world, 120)
+    assert world.counts["within"] > 20
+    assert world.counts["moves"] > 0
 
 
-def _one_slot_space(self, *args, right=MultiGroupBlockTable.step, **padded):
-    """`step` that gives every token group the slots of group 0."""
-    step = right(self, *args, **padded)
-    for group, table in enumerate(self.tables):
-        if table.mode is not SlotMappingMode.NONE:
-            step.slot_mapping[group] = step.slot_mapping[0]
-    return step
-
-
-def _drop_without_null(self, pairs, first):
-    """`drop_head` that frees the blocks and leaves them in the row."""
-    counts = (first - self.first.reshape(-1)[pairs]).clip(min=0)
-    return np.concatenate([self.live_ids(pairs[i : i + 1])[:count] for i, count in enumerate(counts)])
-
-
-def _drop_and_leave_the_entries(self, pairs, first, right=TableArrays.drop_head):
-    """`drop_head` that moves the row on and leaves the dead entries in their columns."""
-    before = self.words[: self.first_offset].copy()
-    ids = right(self, pairs, first)
-    self.words[: self.first_offset] = before
-    return ids
-
-
-def _commit_the_first_row_only(self, mirror, *_views):
-    """`copy_dirty` that copies the row of a batch it guesses, not every dirty one."""
-    self.take_dirty()
-    for begin, stride in zip(self.offsets, self.strides, strict=True):
-        mirror[begin : begin + stride] = self.words[begin : begin + stride]
-    mirror[self.first_offset :] = self.words[self.first_offset :]
-    return 0
-
-
-def _forget_the_live_ranges(self, mirror, *views, right=TableArrays.copy_dirty):
-    """`copy_dirty` that copies the entries and no live range."""
-    before = mirror[self.first_offset :].copy()
-    num_words = right(self, mirror, *views)
-    mirror[self.first_offset :] = before
-    return num_words
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "broken"),
-    [
-        (TableArrays, "move", _move_without_clearing),
-        (MultiGroupBlockTable, "step", _one_slot_space),
-        (TableArrays, "drop_head", _drop_without_null),
-        (TableArrays, "drop_head", _drop_and_leave_the_entries),
-        (TableArrays, "copy_dirty", _commit_the_first_row_only),
-        (TableArrays, "copy_dirty", _forget_the_live_ranges),
-    ],
-)
-def test_a_seeded_bug_is_found(monkeypatch, owner, name, broken):
-    """Each classic bug, put into the numpy path on purpose, is noticed within 1,000 actions."""
-    monkeypatch.setattr(owner, name, broken)
-    with using("numpy"), pytest.raises((AssertionError, HybridKVError)):
-        random_walk(World(4, 24), 1_000, seed=2)
-
-
-@pytest.mark.parametrize(
-    ("owner", "name", "broken"),
-    [
-        (TableArrays, "move", _move_without_clearing),
-        (MultiGroupBlockTable, "step", _one_slot_space),
-    ],
-)
-def test_the_stamps_alone_find_the_classic_bugs(monkeypatch, owner, name, broken):
-    """With the library's own consistency check switched off, stamped memory still finds a foreign or missing token."""
-    monkeypatch.setattr(owner, name, broken)
+@pytest.mark.parametrize("name", BUGS)
+def test_a_seeded_bug_is_found(monkeypatch, name):
+    """Each bug, put in on purpose, is noticed within 3,000 actions without the manager's own consistency check."""
+    for (owner, attribute), broken in BUGS[name].changes.items():
+        monkeypatch.setattr(owner, attribute, broken)
     monkeypatch.setattr("hybridkv.manager.CacheManager.check", lambda self: None)
-    with pytest.raises((AssertionError, HybridKVError, ValueError)):
-        random_walk(World(4, 24), 2_000, seed=3)
+    with using("numpy"), pytest.raises((AssertionError, HybridKVError, ValueError)):
+        random_walks(BUGS[name].config, 3, 1_000)

@@ -323,7 +323,7 @@ def test_a_managers_tables_are_shared(device: torch.device) -> None:
     plan = plan_slabs(state_and_attention(), 8)
     manager = CacheManager(plan)
     tables = MultiGroupBlockTable.from_plan(plan, tables=manager.tables, device=device)
-    row = manager.admit(6)
+    row = manager.admit(6).admitted_row
     manager.reserve([row], [6])
     block_ids = manager.tables[1].row_block_ids(row).tolist()
     assert slots(tables, [row], [6], [0]) == [
@@ -389,7 +389,7 @@ def test_slots_follow_a_sequence_through_a_chunked_model() -> None:
     plan = plan_slabs(chunked_and_full(6), 30)
     manager = CacheManager(plan)
     tables = MultiGroupBlockTable.from_plan(plan, tables=manager.tables)
-    row = manager.admit(1, 40)
+    row = manager.admit(1, 40).admitted_row
     for position in range(40):
         manager.reserve([row], [1])
         mapped = slots(tables, [row], [1], [position])

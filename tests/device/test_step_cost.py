@@ -93,7 +93,7 @@ def gemma_tables(max_model_len: int) -> tuple[CacheManager, MultiGroupBlockTable
 def test_a_steady_decode_copies_16_kib_at_most(max_model_len: int, counter: Counter) -> None:
     """256 rows of Gemma-3-27B copy at most 16 KiB in a decode step, at 131,072 tokens as at 1M."""
     manager, tables = gemma_tables(max_model_len)
-    rows = [manager.admit(1 + row) for row in range(NUM_ROWS)]
+    rows = [manager.admit(1 + row).admitted_row for row in range(NUM_ROWS)]
     scheduled, copied = np.ones(NUM_ROWS, dtype=np.int64), []
     for row in rows:
         manager.reserve([row], [1 + 8 * row])

@@ -5,11 +5,13 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hybridkv.admission import Verdict
 from hybridkv.block_pool import BlockPool
+from hybridkv.block_table import make_block_tables
 from hybridkv.capacity import Waste, blocks_of, longest_context, max_concurrency, measure_waste, mixed_capacity
 from hybridkv.errors import OutOfBlocks, SpecError
 from hybridkv.limits import BatchLimits
-from hybridkv.manager import CacheManager, Verdict, make_block_tables
+from hybridkv.manager import CacheManager
 from hybridkv.plan import CachePlan
 from hybridkv.planner import describe_cache, plan_cache
 from hybridkv.specs import ChunkedAttention, LayerCache, Lifecycle, ModelSpec, SlidingWindow
@@ -53,7 +55,7 @@ def grow(manager: CacheManager, row: int, num_tokens: int, step: int) -> bool:
 def worst_phase(plan: CachePlan, context: int) -> int:
     """Return a length below `context` at which one more token makes a row hold most blocks of every group."""
     manager = CacheManager(plan)
-    row = manager.admit(1)
+    row = manager.admit(1).admitted_row
     most, at = -1, 0
     for computed in range(context):
         assert manager.reserve([row], [1]).num_ok
@@ -73,7 +75,7 @@ def test_so_many_sequences_run_in_the_worst_phase_but_no_more(name: str, context
     num_seqs = max_concurrency(plan, context)
     phase = worst_phase(plan, context) if num_seqs else 0
     manager = CacheManager(plan)
-    rows = [manager.admit(1) for _ in range(num_seqs)]
+    rows = [manager.admit(1).admitted_row for _ in range(num_seqs)]
     for row in rows[:-1]:
         assert grow(manager, row, phase, 8)
         assert manager.reserve([row], [1]).num_ok
@@ -81,9 +83,9 @@ def test_so_many_sequences_run_in_the_worst_phase_but_no_more(name: str, context
         assert grow(manager, row, context, 8)
     one_more = blocks_of(plan, context, num_seqs + 1)
     with pytest.raises(OutOfBlocks):
-        BlockPool(plan).allocate(one_more)
+        BlockPool(plan).take(one_more)
     if num_seqs:
-        BlockPool(plan).allocate(blocks_of(plan, context, num_seqs))
+        BlockPool(plan).take(blocks_of(plan, context, num_seqs))
 
 
 @pytest.mark.parametrize("name", SPECS)
@@ -96,7 +98,7 @@ def test_sequences_in_any_phases_are_never_preempted(name: str) -> None:
     manager = CacheManager(plan)
     rows: list[int] = []
     for start in range(num_seqs):
-        rows.append(manager.admit(1))
+        rows.append(manager.admit(1).admitted_row)
         assert grow(manager, rows[-1], 11 + 7 * start % 40, 8)
         for _ in range(3):
             step(manager, rows, context)
@@ -149,8 +151,8 @@ def test_the_bytes_of_waste_add_up_to_the_memory(
     assert min(terms.values()) >= 0
     assert sum(terms.values()) == memory_bytes
     pool = BlockPool(plan)
-    pool.allocate(blocks_of(plan, context, num_seqs))
-    assert waste.held_bytes == (plan.num_usable_slabs - pool.num_free_slabs) * plan.slab_bytes
+    pool.take(blocks_of(plan, context, num_seqs))
+    assert waste.held_bytes == np.count_nonzero(pool.slab_used) * plan.slab_bytes
     assert 0 <= waste.waste_fraction < 1
 
 
@@ -200,7 +202,7 @@ def takes(plan: CachePlan, lengths: list[int]) -> bool:
     decoding = [blocks_of(plan, length, 2) - own for length, own in zip(lengths, alone, strict=True)]
     widest = np.max([own - held for own, held in zip(alone, decoding, strict=True)], axis=0)
     try:
-        BlockPool(plan).allocate(np.sum(decoding, axis=0) + widest)
+        BlockPool(plan).take(np.sum(decoding, axis=0) + widest)
     except OutOfBlocks:
         return False
     return True

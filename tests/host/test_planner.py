@@ -14,6 +14,7 @@ from hybridkv.manager import CacheManager, Verdict
 from hybridkv.plan import CachePlan, SlotMappingMode
 from hybridkv.planner import plan_cache
 from hybridkv.specs import ChunkedAttention, LayerCache, Lifecycle, ModelSpec, SlidingWindow
+from tests.host_paths import using
 from tests.models import (
     FULL,
     chunked_and_full,
@@ -230,8 +231,9 @@ def test_least_limits() -> None:
 
 def fits(plan: CachePlan, num_tokens: int) -> bool:
     """Run one sequence of `num_tokens` tokens through the real pool: at every length, the largest step it may take."""
-    manager = CacheManager(plan)
-    row = manager.admit(1)
+    with using("numpy"):  # the compiled helper's handle has no copy
+        manager = CacheManager(plan)
+    row = manager.admit(1).admitted_row
     for computed in range(num_tokens):
         largest = copy.deepcopy(manager)
         step = min(plan.limits.max_num_batched_tokens, num_tokens - computed)

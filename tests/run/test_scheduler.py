@@ -14,14 +14,18 @@ def _scheduler(num_slabs, **sizes):
 
 
 def _sequence(request_idx, num_prompt, num_new):
-    return Sequence.create(request_idx, np.arange(1, num_prompt + 1), SamplingParams(max_new_tokens=num_new), 40)
+    """A request whose prompt begins like no other's."""
+    prompt = 100 * request_idx + np.arange(num_prompt)
+    return Sequence.create(request_idx, prompt, SamplingParams(max_new_tokens=num_new), 40)
 
 
 def _step(scheduler):
     """Schedule one batch and pretend to compute it; return its (request, tokens) pairs."""
     batch = scheduler.schedule()
-    scheduler.manager.commit(batch.rows, batch.num_scheduled_tokens)
+    scheduler.manager.take_copies()
     pairs = list(zip(batch.sequences, batch.num_scheduled_tokens, strict=True))
+    ids = [s.tokens[s.num_computed_tokens : s.num_computed_tokens + num_new] for s, num_new in pairs]
+    scheduler.manager.commit(batch.rows, batch.num_scheduled_tokens, np.concatenate(ids))
     for sequence, num_new in pairs:
         sequence.num_computed_tokens += num_new
         if sequence.num_remaining_tokens == 0:
@@ -49,23 +53,26 @@ def test_decodes_come_first_then_chunks_then_admissions():
     assert _run(scheduler) == [[(0, 4)], [(0, 2), (1, 2)], [(0, 1), (1, 3)], [(0, 1)]]
 
 
-def test_a_row_left_alone_among_scattered_blocks_starts_over():
-    """A lone sequence that fits the pool but not the holes that others left is preempted and then finishes."""
+def test_a_row_left_alone_among_scattered_blocks_goes_on():
+    """A lone sequence that fits the pool but not the holes that others left goes on: its blocks move together."""
     scheduler = _scheduler(9)
     manager = scheduler.manager
     assert manager.plan.longest_sequence() == 32
     scheduler.add(_sequence(0, 31, 1))
     for _ in range(4):
         _step(scheduler)
-    others = [manager.admit(4) for _ in range(2)]
+    others = [manager.admit(4).admitted_row for _ in range(2)]
     for row in others:
         assert manager.reserve([row], [4]).num_ok == 1
         manager.commit([row], [4])
     _step(scheduler)
     for row in others:
         manager.finish(row)
+    num_moves, take_copies = [], manager.take_copies
+    manager.take_copies = lambda: num_moves.append(len((copies := take_copies()).moves)) or copies
     _run(scheduler)
-    assert manager.num_preemptions == 1
+    assert sum(num_moves) > 0
+    assert manager.num_preemptions == 0
     assert manager.pool.num_held.sum() == 0
 
 
@@ -83,7 +90,7 @@ def test_random_loads_always_finish():
         history = _run(scheduler)
         assert max(sum(n for _, n in step) for step in history) <= budget
         num_preemptions += scheduler.manager.num_preemptions
-    assert num_preemptions > 100
+    assert num_preemptions > 50
 
 
 def test_the_youngest_is_preempted_and_comes_back_first():

@@ -2,6 +2,7 @@
 
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
 from hybridkv import HybridKVError
@@ -30,13 +31,14 @@ def chunks_change_nothing(family: str) -> None:
 def keep_the_source_row(patch: pytest.MonkeyPatch) -> None:
     """The source row is not cleared on a move."""
 
-    def move(self, sources, targets, right=TableArrays.move):
-        first, count = self._first[sources].copy(), self._count[sources].copy()
-        ids = self.live_ids(sources)
+    def move(self, sources, targets, right=TableArrays.move_rows):
+        pairs = np.concatenate([self.pairs(group, sources) for group in range(self.num_groups)])
+        first, count = self._first[pairs].copy(), self._count[pairs].copy()
+        ids = self.live_ids(pairs)
         right(self, sources, targets)
-        self.set_rows(sources, first.astype("int64"), (count - first).astype("int64"), ids)
+        self.set_rows(pairs, first.astype("int64"), (count - first).astype("int64"), ids)
 
-    patch.setattr(TableArrays, "move", move)
+    patch.setattr(TableArrays, "move_rows", move)
 
 
 def clamp_to_slot_0(patch: pytest.MonkeyPatch) -> None:
