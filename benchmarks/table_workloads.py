@@ -87,6 +87,11 @@ class Churn:
     ids: NDArray[np.int32]
 
     @cached_property
+    def counts(self) -> NDArray[np.int64]:
+        """Return `[G, n]`: blocks by group and admitted row."""
+        return np.full(self.ids.shape[:2], self.ids.shape[2])
+
+    @cached_property
     def lists(self) -> list[tuple[int, tuple[list[int], ...]]]:
         """Return each admitted row with one list of ids per group."""
         return _lists(self.admitted, self.ids)

@@ -110,8 +110,7 @@ class Ours:
         tables = self.tables
         tables.clear_rows(step.finished)
         tables.move_rows(step.sources, step.holes)
-        counts = np.full((self.num_groups, len(step.admitted)), step.ids.shape[2])
-        tables.add_rows(step.admitted, counts, step.ids.reshape(-1))
+        tables.add_rows(step.admitted, step.counts, step.ids.reshape(-1))
         if commit:
             tables.commit()
 
@@ -256,7 +255,11 @@ def _run_block(system: System, case: Case, steps: Sequence[Step | Churn]) -> flo
         if case.workload is Prefill:
             system.clear(step.append_rows)
         # Made here once, whatever system comes first.
-        _ = (step.lists, step.moves) if isinstance(step, Churn) else (step.lists, step.tensors, step.flat_ids)
+        _ = (
+            (step.lists, step.moves, step.counts)
+            if isinstance(step, Churn)
+            else (step.lists, step.tensors, step.flat_ids, step.counts)
+        )
         started = time.thread_time_ns()
         case.run(system, step)
         seconds.append((time.thread_time_ns() - started) / 1e9)
