@@ -23,22 +23,19 @@ we make them ourselves.
 any case.
 """
 
-import argparse
-import gc
-import json
 import os
 import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import TypeAlias
 from unittest import mock
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from side_by_side import Row, interleave, rows_of, run_command
 from table_workloads import (
     BLOCK_SIZE,
     NUM_ROWS,
@@ -158,26 +155,6 @@ class Case:
     our_groups: Callable[[], tuple[GroupShape, ...]] | None = None
 
 
-@dataclass(frozen=True)
-class Row:
-    """One case against one peer; times are medians over rounds, ratios of the same round."""
-
-    case: str
-    peer: str
-    our_us: float
-    peer_us: float
-    ratio: float
-    lowest_ratio: float
-    highest_ratio: float
-    target: float | None
-    num_rounds: int
-
-    @property
-    def is_met(self) -> bool:
-        """Whether the ratio meets its target."""
-        return self.target is None or self.ratio >= self.target
-
-
 def gemma_groups() -> tuple[GroupShape, ...]:
     """Return the two groups that a plan makes of Gemma-3-27B: full attention, then the window's ring."""
     limits = BatchLimits(max_num_seqs=NUM_ROWS, max_model_len=32768, max_num_batched_tokens=8192)
@@ -232,21 +209,14 @@ def run_case(name: str, modules: Modules | None, num_rounds: int) -> list[Row]:
         ]
     for system in systems:
         system.fill(workload.record)
-    gc.collect()
-    gc.freeze()
-    seconds: dict[str, list[float]] = {system.name: [] for system in systems}
-    for round_idx in range(num_rounds + 1):
-        steps = [workload.next_step() for _ in range(case.num_steps)]
-        turn = round_idx % len(systems)
-        for system in systems[turn:] + systems[:turn]:
-            median = _run_block(system, case, steps)
-            _check_outputs(f"{name}: {system.name}", system, workload.record, steps[-1])
-            # The first round warms up.
-            if round_idx:
-                seconds[system.name].append(median)
-    gc.unfreeze()
-    targets = {FLOOR: FLOOR_TARGET, **case.targets}
-    return [_row(name, peer, seconds, targets.get(peer)) for peer in seconds if peer != Ours.name]
+
+    def time_block(system: System, steps: Sequence[Step | Churn]) -> float:
+        median = _run_block(system, case, steps)
+        _check_outputs(f"{name}: {system.name}", system, workload.record, steps[-1])
+        return median
+
+    seconds = interleave(systems, num_rounds, lambda: [workload.next_step() for _ in range(case.num_steps)], time_block)
+    return rows_of(name, Ours.name, seconds, {FLOOR: FLOOR_TARGET, **case.targets})
 
 
 def _run_block(system: System, case: Case, steps: Sequence[Step | Churn]) -> float:
@@ -280,71 +250,10 @@ def _check_outputs(where: str, system: System, record: Record, step: Step | Chur
         raise RuntimeError(f"{where}: the slots differ from the record")
 
 
-def _row(case: str, peer: str, seconds: dict[str, list[float]], target: float | None) -> Row:
-    ours, theirs = seconds[Ours.name], seconds[peer]
-    ratios = [b / a for a, b in zip(ours, theirs, strict=True)]
-    return Row(
-        case=case,
-        peer=peer,
-        our_us=1e6 * statistics.median(ours),
-        peer_us=1e6 * statistics.median(theirs),
-        ratio=statistics.median(ratios),
-        lowest_ratio=min(ratios),
-        highest_ratio=max(ratios),
-        target=target,
-        num_rounds=len(ratios),
-    )
-
-
-def format_table(rows: Sequence[Row]) -> str:
-    """Render the rows as a Markdown table."""
-    lines = ["| case | peer | ours us | peer us | ratio (lowest-highest) | target |", "|---|---|--:|--:|--:|--:|"]
-    for row in rows:
-        ratios = f"{row.ratio:.3g} ({row.lowest_ratio:.3g}-{row.highest_ratio:.3g})"
-        target = "" if row.target is None else f"{row.target:g}"
-        lines.append(f"| {row.case} | {row.peer} | {row.our_us:.0f} | {row.peer_us:.0f} | {ratios} | {target} |")
-    return "\n".join(lines)
-
-
-def _peer(folder: Path | None) -> Modules | None:
-    if folder is None:
-        print("no --peer: ours against the floor only", file=sys.stderr)
-        return None
-    try:
-        return import_vllm(folder)
-    except ImportError as error:
-        print(
-            f"--peer: got {folder}, vLLM does not import from it ({error}); make_peer_env.py makes one", file=sys.stderr
-        )
-        return None
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command line; return 1 where `--check` finds a target missed or no peer."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peer", type=Path, metavar="DIR", help="folder that make_peer_env.py made")
-    parser.add_argument("--cases", nargs="+", choices=list(CASES), default=list(CASES), metavar="CASE")
-    parser.add_argument("--rounds", type=int, default=11, help="interleaved rounds of each case")
-    parser.add_argument("--core", type=int, help="core to run on; the last one that is allowed by default")
-    parser.add_argument("--json", action="store_true", help="print one JSON list of rows in place of the table")
-    parser.add_argument("--check", action="store_true", help="exit 1 where a target is missed or the peer is")
-    arguments = parser.parse_args(argv)
-    os.sched_setaffinity(0, {max(os.sched_getaffinity(0)) if arguments.core is None else arguments.core})
-    torch.set_num_threads(1)
-    modules = _peer(arguments.peer)
-    rows = []
-    for name in arguments.cases:
-        rows += run_case(name, modules, arguments.rounds)
-        print(f"{name}: done", file=sys.stderr)
-    print(json.dumps([asdict(row) for row in rows], indent=1) if arguments.json else format_table(rows))
-    missed = [row for row in rows if not row.is_met]
-    for row in missed:
-        print(f"missed: {row.case} against {row.peer}: {row.ratio:.3g}, expected {row.target:g}", file=sys.stderr)
-    if arguments.check and modules is None:
-        print("check: the peer is missing", file=sys.stderr)
-    if not host.is_built():
-        print("the compiled helper was not built, so ours is numpy; see the README", file=sys.stderr)
-    return 1 if arguments.check and (missed or modules is None or not host.is_built()) else 0
+    """Run the command line; return 1 where `--check` finds a target missed, no peer or no compiled helper."""
+    problems = [] if host.is_built() else ["the compiled helper was not built, so ours is numpy; see the README"]
+    return run_command(__doc__, list(CASES), import_vllm, run_case, argv, problems)
 
 
 if __name__ == "__main__":

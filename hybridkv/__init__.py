@@ -7,6 +7,8 @@ if TYPE_CHECKING:
     from hybridkv.admission import Admission, Reservation, Verdict
     from hybridkv.block_pool import BlockPool
     from hybridkv.block_table import BlockTable
+    from hybridkv.cache_events import AllCleared, BlocksRemoved, BlocksStored, EventBatch
+    from hybridkv.cache_metrics import CacheMetrics
     from hybridkv.capacity import (
         MixedCapacity,
         Waste,
@@ -67,6 +69,8 @@ _NAMES = {
     "hybridkv.admission": ("Admission", "Reservation", "Verdict"),
     "hybridkv.block_pool": ("BlockPool",),
     "hybridkv.block_table": ("BlockTable",),
+    "hybridkv.cache_events": ("AllCleared", "BlocksRemoved", "BlocksStored", "EventBatch"),
+    "hybridkv.cache_metrics": ("CacheMetrics",),
     "hybridkv.capacity": (
         "MixedCapacity",
         "Waste",
@@ -144,17 +148,22 @@ _MODULES = {name: module for module, names in _NAMES.items() for name in names}
 
 __all__ = [
     "Admission",
+    "AllCleared",
     "BatchLimits",
     "BlockCopies",
     "BlockPool",
     "BlockTable",
+    "BlocksRemoved",
+    "BlocksStored",
     "CacheManager",
+    "CacheMetrics",
     "CacheOptions",
     "CachePlan",
     "CacheTensor",
     "CheckpointError",
     "ChunkedAttention",
     "CrossAttention",
+    "EventBatch",
     "FitReport",
     "FullAttention",
     "GroupPlan",

@@ -44,7 +44,7 @@ def check_can_branch(store: SequenceStore, rows: Int64) -> None:
 
 
 def branch(store: SequenceStore, targets: Int64, sources: Int64) -> None:
-    """Let row `targets[i]` go on where row `sources[i]` is; what targets held is given up.
+    """Let row `targets[i]` go on where another row, `sources[i]`, is; what targets held is given up.
 
     Of a source that is a target itself, one target inherits the blocks; all others share the whole ones and get copies
     of the rest.
@@ -98,11 +98,11 @@ def _content(store: SequenceStore, row: int) -> _Content:
 
 
 def _heirs(targets: list[int], sources: list[int]) -> dict[int, int]:
-    """Return which target inherits the blocks of each source that is a target: itself if it may, else the first."""
+    """Return which target inherits the blocks of each source that is a target: the first."""
     heirs: dict[int, int] = {}
     for target, source in zip(targets, sources, strict=True):
-        if source in targets and (source not in heirs or source == target):
-            heirs[source] = target
+        if source in targets:
+            heirs.setdefault(source, target)
     return heirs
 
 

@@ -40,9 +40,11 @@ class Growth:
         np.maximum(growth, 0, out=growth)
         num_rows = len(rows)
         need = np.add.reduce(growth, axis=1)
-        if not store.lender.fits(need):
+        fits = bool(store.lender.fits(need))
+        if not fits:
             compact_for(store, need)
-        if store.lender.fits(need):
+            fits = bool(store.lender.fits(need))
+        if fits:
             self._lend(rows, growth, need, targets)
             return Reservation(np.zeros(num_rows, dtype=np.int8), np.zeros(growth.shape, dtype=np.int64))
         cumulative = growth.cumsum(axis=1)
@@ -166,12 +168,15 @@ class Growth:
             raise InvalidRequest(
                 f"tokens: row {row} would grow to {targets.max()}, past max_model_len={limits.max_model_len}"
             )
-        if self._store.groups.states and (num_new > self.chunk_limits(rows)).any():
-            row = rows[(num_new > self.chunk_limits(rows)).argmax()]
-            raise ValueError(
-                f"num_new_tokens: row {row} would pass the end of its chunk, where its state is to be kept, after "
-                f"{self.chunk_limits(rows[rows == row])[0]} tokens; schedule at most `chunk_limits`"
-            )
+        if self._store.groups.states:
+            chunk_limits = self.chunk_limits(rows)
+            past = num_new > chunk_limits
+            if np.count_nonzero(past):
+                idx = int(past.argmax())
+                raise ValueError(
+                    f"num_new_tokens: row {rows[idx]} would pass the end of its chunk, where its state is to be kept, "
+                    f"after {chunk_limits[idx]} tokens; schedule at most `chunk_limits`"
+                )
         return targets
 
     def _check_capacity(self, rows: Int64, num_tokens: Int64) -> None:

@@ -271,6 +271,9 @@ class CacheManager(ManagerCore):
             if admission.row is not None:
                 self._counts.note_return(was_swapped=False)
             return admission
+        on_host = self._swaps.num_tokens(row)
+        if num_tokens < on_host:
+            raise InvalidRequest(f"tokens: got {num_tokens} for row {row}, of which {on_host} are on the host")
         need = self._swaps.needs(row)
         if not store.lender.fits(need):
             compact_for(store, need)

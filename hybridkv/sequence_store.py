@@ -125,8 +125,8 @@ class SequenceStore:
         """Give up a row's blocks; unless it is to come back as it was, the recorder forgets it."""
         if self.recorder is not None:
             self.recorder.flush()
-        if self.recorder is not None and not is_tracked:
-            self.recorder.stop(row)
+            if not is_tracked:
+                self.recorder.stop(row)
         counts = (self.arrays.count[:, row] - self.arrays.first[:, row]).astype(np.int64)
         np.maximum(self._peaks, counts, out=self._peaks)
         ids = self.operations.clear_rows([row])

@@ -58,6 +58,10 @@ class Swaps:
         """Return the blocks by group that a row wants back."""
         return self._rows[row].counts
 
+    def num_tokens(self, row: int) -> int:
+        """Return how many tokens of a row are on the host."""
+        return self._rows[row].num_tokens
+
     def swap_in(self, row: int) -> int:
         """Lend an empty row blocks for its content and ask for the copies; return its tokens.
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import is_dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -113,17 +112,6 @@ def plan_slabs(
     batch_limits = batch_limits or limits()
     slab_bytes = plan_cache(spec, 2**30, batch_limits, block_size=block_size).slab_bytes
     return plan_cache(spec, (num_usable_slabs + 1) * slab_bytes, batch_limits, block_size=block_size)
-
-
-def snapshot(value: object) -> object:
-    """Return a deep, comparable copy of everything that an object of the library remembers; plans are left out."""
-    if isinstance(value, np.ndarray):
-        return value.dtype.str, value.shape, value.tolist()
-    if isinstance(value, list | tuple):
-        return [snapshot(item) for item in value]
-    if hasattr(value, "__dict__") and not is_dataclass(value) and not isinstance(value, type):
-        return {name: snapshot(item) for name, item in vars(value).items() if name != "plan"}
-    return value
 
 
 def copy_dirty(arrays: TableArrays, mirror: NDArray[np.int32]) -> int:

@@ -13,7 +13,8 @@ import numpy as np
 from hybridkv.block_pool import BlockPool
 from hybridkv.plan import CachePlan
 from hybridkv.specs import SlidingWindow
-from tests.models import kv_cache, model, plan_slabs, snapshot
+from tests.models import kv_cache, model, plan_slabs
+from tests.snapshots import snapshot
 
 Verb = Callable[[BlockPool], object]
 

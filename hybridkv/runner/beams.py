@@ -88,7 +88,7 @@ class BeamScores:
         params = self._params
         scores = torch.log_softmax(logits.float().cpu(), dim=-1) + self._scores[:, None]
         num_kept = max(2, 1 + len(params.stop_token_ids)) * params.num_beams
-        best, places = scores.reshape(-1).topk(num_kept)
+        best, places = scores.reshape(-1).topk(min(num_kept, scores.numel()))
         sources, token_ids = (places // logits.shape[-1]).tolist(), (places % logits.shape[-1]).tolist()
         candidates = [[*self.tokens[source], token] for source, token in zip(sources, token_ids, strict=True)]
         num_new = len(candidates[0])

@@ -140,6 +140,8 @@ class Engine:
             raise InvalidRequest(
                 f"num_beams: got {params.num_beams}, expected at most {most}, the sequences and tokens of one step"
             )
+        if 2 * params.num_beams > self._vocab_size:
+            raise InvalidRequest(f"num_beams: got {params.num_beams}, expected at most half the vocabulary's tokens")
         sequence = self._new_sequence(0, prompt, SamplingParams(max_new_tokens=params.max_new_tokens))
         num_new = len(sequence.tokens) - sequence.num_prompt_tokens
         return search_beams(self.manager, self.passes, list(prompt), replace(params, max_new_tokens=num_new))

@@ -1,6 +1,7 @@
 """One forward pass of a model over the cache: block copies, tables, slots, model."""
 
 import time
+from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -10,6 +11,7 @@ from numpy.typing import NDArray
 from hybridkv._torch import torch
 from hybridkv.arena import Arena, HostArena
 from hybridkv.attention import GroupBatch
+from hybridkv.copy_list import BlockCopies
 from hybridkv.manager import CacheManager
 from hybridkv.multi_group import MultiGroupBlockTable, TableStep
 from hybridkv.runner.model import HostedModel
@@ -54,6 +56,7 @@ class ForwardPasses:
     ) -> None:
         self._manager, self._tables, self._arena, self._host, self._model = manager, tables, arena, host, model
         self._step: int | None = None
+        self._copies: deque[BlockCopies] = deque()
         self.num_computed_tokens = 0
         self.table_seconds = 0.0
 
@@ -64,7 +67,7 @@ class ForwardPasses:
         """
         started = time.perf_counter()
         rows = list(batch.rows)
-        self._arena.run_copies(self._manager.take_copies(), self._host)
+        self._run_copies()
         input_ids = torch.from_numpy(batch.token_ids).to(self._arena.device)
         computed = self._manager.num_computed_tokens[rows]
         self._step = self._manager.launch(rows, batch.num_new_tokens)
@@ -83,8 +86,22 @@ class ForwardPasses:
 
     def copy_only(self) -> None:
         """Run the copies that wait, where no row can go on before."""
-        self._arena.run_copies(self._manager.take_copies(), self._host)
+        self._run_copies()
         self._manager.settle(self._manager.launch([], []))
+
+    def _run_copies(self) -> None:
+        """Run what was asked for, after copies that failed or were interrupted before: others rely on them."""
+        copies = self._manager.take_copies()
+        if len(copies):
+            self._copies += [
+                BlockCopies(moves=copies.moves),
+                BlockCopies(from_host=copies.from_host),
+                BlockCopies(within=copies.within),
+                BlockCopies(to_host=copies.to_host),
+            ]
+        while self._copies:
+            self._arena.run_copies(self._copies[0], self._host)
+            self._copies.popleft()
 
     def group_batches(self, step: TableStep) -> list[GroupBatch]:
         """Return what each group's layers need of a step."""

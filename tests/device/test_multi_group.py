@@ -18,7 +18,8 @@ from hybridkv.page_index import PageIndexRequest
 from hybridkv.plan import SlotMappingMode
 from hybridkv.table_arrays import TableShape
 from tests.host_paths import PATHS, using
-from tests.models import chunked_and_full, gemma_like, limits, plan_slabs, snapshot, state_and_attention
+from tests.models import chunked_and_full, gemma_like, limits, plan_slabs, state_and_attention
+from tests.snapshots import snapshot
 
 BOTH_HOST_PATHS = True
 FULL, RING, NONE = SlotMappingMode.FULL, SlotMappingMode.SLIDING_WINDOW, SlotMappingMode.NONE

@@ -10,8 +10,8 @@ import pytest
 from hybridkv import block_pool, drain_queue, free_stacks, pool_state, slab_exchange, slabs
 from hybridkv.block_pool import BlockPool
 from hybridkv.errors import InvariantError
-from tests.models import snapshot
 from tests.pool_model import Verb, flat, known, pool_of, three_and_two
+from tests.snapshots import snapshot
 
 # Group 0 holds block 3 and caches 4; block 5 is free. Group 1's blocks 4, 5 and 6 are held, 7 drains.
 MISUSES: list[tuple[str, Verb]] = [

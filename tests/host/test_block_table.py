@@ -14,7 +14,8 @@ from hybridkv.block_table import BlockTable
 from hybridkv.plan import SlotMappingMode
 from hybridkv.table_arrays import TableShape
 from tests.host_paths import PATHS, using
-from tests.models import apply_spans, copy_dirty, snapshot
+from tests.models import apply_spans, copy_dirty
+from tests.snapshots import snapshot
 
 BOTH_HOST_PATHS = True
 

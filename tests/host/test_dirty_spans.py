@@ -10,7 +10,8 @@ from hybridkv.change_log import DirtySpans
 from hybridkv.plan import SlotMappingMode
 from hybridkv.row_operations import RowOperations
 from hybridkv.table_arrays import TableArrays, TableShape
-from tests.models import apply_spans, copy_dirty, snapshot
+from tests.models import apply_spans, copy_dirty
+from tests.snapshots import snapshot
 
 RING = SlotMappingMode.SLIDING_WINDOW
 BOTH_HOST_PATHS = True

@@ -99,6 +99,18 @@ def test_a_row_on_its_way_to_the_host_waits_until_the_copies_are_taken() -> None
     manager.check()
 
 
+def test_fewer_tokens_than_are_on_the_host_are_refused() -> None:
+    """A row on the host does not come back for a sequence shorter than what it holds."""
+    manager = manager_of()
+    num_tokens = int(manager.num_computed_tokens[0])
+    manager.preempt(0, to_host=True)
+    manager.take_copies()
+    before = snapshot(manager)
+    with pytest.raises(InvalidRequest, match=f"of which {num_tokens} are on the host"):
+        manager.resume(0, TOKENS[: num_tokens - 1])
+    assert snapshot(manager) == before
+
+
 def test_a_row_alone_comes_back_though_its_copies_filled_the_memory() -> None:
     """Law 11: blocks of copies that were handed out are free where nothing else is to come: nobody waits for ever."""
     plan = plan_slabs(SPEC, 100, BatchLimits(3, 60, 40), {0: 4, 2: 4})

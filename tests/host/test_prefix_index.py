@@ -15,8 +15,9 @@ from hybridkv.plan import CachePlan
 from hybridkv.prefix_index import Tail
 from hybridkv.specs import ChunkedAttention, CrossAttention, LayerCache, SlidingWindow
 from hybridkv.token_hash import UnitHasher
-from tests.models import FULL, kv_cache, limits, model, plan_slabs, snapshot, state_cache
+from tests.models import FULL, kv_cache, limits, model, plan_slabs, state_cache
 from tests.prefix_world import CachedPrompt, PrefixWorld, cache_prompt
+from tests.snapshots import snapshot
 
 Layers = list[LayerCache | list[LayerCache]]
 FULL_CACHE = kv_cache(FULL)

@@ -15,7 +15,8 @@ from hybridkv.plan import SlotMappingMode
 from hybridkv.row_operations import RowOperations
 from hybridkv.table_arrays import TableArrays, TableShape
 from tests.host_paths import PATHS, using
-from tests.models import apply_spans, copy_dirty, snapshot
+from tests.models import apply_spans, copy_dirty
+from tests.snapshots import snapshot
 
 FULL, RING, NONE = SlotMappingMode.FULL, SlotMappingMode.SLIDING_WINDOW, SlotMappingMode.NONE
 BOTH_HOST_PATHS = True

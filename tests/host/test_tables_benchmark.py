@@ -40,9 +40,9 @@ def test_check_without_the_helper_fails(
 ):
     """`--check` exits 1 where the helper was not built, whatever the times, and says so."""
     monkeypatch.setattr(tables.host, "is_built", lambda: False)
-    monkeypatch.setattr(tables, "_peer", lambda folder: object())
+    monkeypatch.setattr(tables, "import_vllm", lambda folder: object())
     monkeypatch.setattr(tables, "run_case", lambda *arguments: [])
-    assert tables.main(["--check", "--cases", "churn"]) == 1
+    assert tables.main(["--check", "--peer", ".", "--cases", "churn"]) == 1
     assert "the compiled helper was not built" in capsys.readouterr().err
 
 

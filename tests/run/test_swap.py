@@ -83,6 +83,27 @@ def test_a_full_host_means_computing_again(family):
     engine.manager.check()
 
 
+def test_copies_that_failed_run_before_the_next_pass(monkeypatch):
+    """A resume point whose copy failed has its content before anybody goes on from it."""
+    model, prompts = steady_model("bamba"), make_prompts(LENGTHS[:1])
+    engine = make_engine("bamba", model)
+    run_copies, failed = engine.arena.run_copies, []
+
+    def fail_once(copies, host=None):
+        if len(copies.within) and not failed:
+            failed.append(len(copies.within))
+            raise RuntimeError("the copy failed")
+        run_copies(copies, host)
+
+    monkeypatch.setattr(engine.arena, "run_copies", fail_once)
+    with pytest.raises(RuntimeError, match="the copy failed"):
+        generate(engine, prompts)
+    outputs = generate(engine, prompts)
+    assert failed
+    assert engine.stats.num_hit_tokens
+    assert_hugging_face_generates(model, prompts, outputs)
+
+
 @pytest.mark.parametrize("layout", ["slab", "contiguous"])
 def test_an_arena_runs_copies_in_the_order_they_ask_for(layout):
     """A block moves, one comes from the host over it, is copied, and the copy goes to the host: all see the last."""
